@@ -1,0 +1,55 @@
+# `make demo` and `make test` set everything up by themselves; they need python3 (>= 3.11), pip and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := ray,flower,text,tune,track,ui,privacy,dev
+# Small steps on many threads wait for each other; the tests and the demo run on one.
+export OMP_NUM_THREADS ?= 1
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench gpu lock lock-check clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+setup: $(STAMP)  ## build .venv with fedloom and its tools (once)
+
+demo: $(STAMP)  ## compare the methods on digits, 20 clients with 2 classes each
+	$(BIN)/fedloom compare --data digits --partition "classes(per_client=2)" --clients 20 --per-round 5 \
+	  --model "mlp(hidden=[64])" --rounds 60 --epochs 2 --batch-size 20 --lr 0.1 --seeds 3 --out runs/demo --overwrite \
+	  fedavg "fedprox(mu=0.1)" "fedavgm(lr=0.3)" "fedadam(lr=0.03)" "fedyogi(lr=0.03)" "fedadagrad(lr=0.1)"
+
+test: $(STAMP)  ## the tests of every day (below 8 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not long and not gpu"
+
+test-all: $(STAMP)  ## the long ones too
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## what a round costs on this machine
+	$(BIN)/python benchmarks/round_cost.py
+
+gpu:  ## tests/gpu on a CUDA machine, from src, nothing installed
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+
+lock: $(STAMP)  ## resolve everything anew and write constraints.txt
+	$(BIN)/python benchmarks/../scripts/lock.py --write
+
+lock-check:  ## does one resolution still hold all extras together?
+	$(PYTHON) scripts/lock.py
+
+clean:  ## remove what the targets above made
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

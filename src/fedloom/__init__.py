@@ -1,0 +1,34 @@
+"""Fedloom: federated learning on client data that differ.
+
+>>> import fedloom as fl
+>>> federation = fl.load("digits", partition="classes(per_client=2)", clients=20)
+>>> result = fl.fit(fl.model("mlp", federation), federation, "fedprox(mu=0.1)", rounds=2)
+"""
+
+from fedloom.errors import ConfigError, DataError, FedloomError, MethodError, ModelError, RunError
+from fedloom.federation import Federation, Holdout
+from fedloom.fit import STOP, Event, Result, fit
+from fedloom.local import Local
+from fedloom.method import Method, list_methods, register
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "STOP",
+    "ConfigError",
+    "DataError",
+    "Event",
+    "Federation",
+    "FedloomError",
+    "Holdout",
+    "Local",
+    "Method",
+    "MethodError",
+    "ModelError",
+    "Result",
+    "RunError",
+    "__version__",
+    "fit",
+    "list_methods",
+    "register",
+]

@@ -1,0 +1,1 @@
+"""How a Work is trained."""

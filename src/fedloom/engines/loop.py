@@ -1,0 +1,111 @@
+"""The plain engine: one client after the other. Whatever PyTorch can train, it can."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.engines.step import Optimizer, corrected
+from fedloom.federation import Federation
+from fedloom.keys import client_rng
+from fedloom.rows import Rows
+from fedloom.space import Buffers
+from fedloom.stages import Setup, State, Updates, Work
+from fedloom.task import Task
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Trains the clients of a Work in turn."""
+
+    task: Task
+    federation: Federation  # on the device
+    setup: Setup
+
+    def train(self, work: Work) -> Updates:
+        self.task.model.train()
+        rows = work.start.new_empty((len(work), self.setup.space.size))
+        runs = []
+        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+            for k in range(len(work)):
+                run = self._client(work, k)
+                rows[k] = run.start - run.end
+                runs.append(run)
+        loss, finite = _losses(rows, [run.loss for run in runs])
+        return Updates(
+            clients=work.clients,
+            slots=work.places,
+            counts=work.counts,
+            samples=self.setup.sizes[work.clients],
+            steps=torch.tensor([run.steps for run in runs], dtype=torch.int64),
+            rows=Rows(rows),
+            buffers={n: _stack([run.buffers[n] for run in runs], b) for n, b in work.buffers.items()},
+            loss=loss,
+            finite=finite,
+            extra=_extra(runs),
+        )
+
+    def _client(self, work: Work, k: int) -> "_Run":
+        client, local = int(work.clients[k]), self.setup.local
+        own = work.start.dim() == 2
+        start = work.start[k] if own else work.start
+        buffers = {n: (b[k] if own else b).clone() for n, b in work.buffers.items()}
+        rates = (work.rates[k] if work.rates.dim() == 2 else work.rates).tolist()
+        pull = None if work.pull is None else float(work.pull[k])
+        drift = None if work.drift is None else work.drift[k]
+
+        rng = client_rng(self.setup.seed, work.w, client, int(work.occurrence[k]))
+        begin, end = self.federation.offsets[client : client + 2].tolist()
+        batches = local.batches(end - begin, rng, work.max_steps)
+        torch.manual_seed(int(rng.integers(1 << 62)))  # for dropout and the like
+        mine = self.federation.index[begin:end]
+
+        x, optimizer = start, Optimizer(local)
+        total, seen = start.new_zeros(()), 0
+        gradients = torch.zeros_like(start) if "mean_gradient" in work.wants else None
+        for rate, batch in zip(rates, batches, strict=False):
+            chosen = mine[torch.from_numpy(batch)].to(x.device)
+            gradient, losses = self._gradient(x, buffers, self.federation.x[chosen], self.federation.y[chosen])
+            if gradients is not None:
+                gradients += gradient
+            x = optimizer.step(x, corrected(gradient, x, start, pull, drift, local.clip_norm), rate)
+            total, seen = total + losses.sum(), seen + len(losses)
+        mean = None if gradients is None else gradients / len(batches)
+        return _Run(start, x, buffers, len(batches), total / seen, mean)
+
+    def _gradient(self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient [P] of the batch's mean loss, and the losses [B]."""
+        leaf = x.detach().requires_grad_()
+        losses = self.task.losses(leaf, buffers, inputs, targets)
+        (gradient,) = torch.autograd.grad(losses.mean(), leaf)
+        return gradient, losses.detach()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One client's local training."""
+
+    start: Tensor
+    end: Tensor
+    buffers: Buffers
+    steps: int
+    loss: Tensor
+    mean_gradient: Tensor | None
+
+
+def _extra(runs: list[_Run]) -> State:
+    means = [run.mean_gradient for run in runs if run.mean_gradient is not None]
+    return {"mean_gradient": torch.stack(means)} if means else {}
+
+
+def _stack(values: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(values) if values else like.new_empty((0, *like.shape))
+
+
+def _losses(rows: Tensor, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Loss and finiteness of each client, brought to the CPU at once."""
+    if not losses:
+        return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
+    loss = torch.stack(losses).double()
+    both = torch.stack([loss, (torch.isfinite(rows).all(1) & torch.isfinite(loss)).double()]).cpu()
+    return both[0], both[1].bool()

@@ -1,0 +1,195 @@
+"""The clients' data: one tensor for all, a slice of an index vector per client, batches by gather."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.errors import DataError
+
+Pair = tuple[Any, Any]  # x and y, tensors or anything that NumPy reads
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Data to evaluate on: one set (`offsets` is None), or held-out clients, each a slice between two offsets."""
+
+    x: Tensor
+    y: Tensor
+    offsets: Tensor | None = None
+
+    @classmethod
+    def of(cls, data: Pair | Sequence[Pair], what: str) -> "Holdout":
+        """A pair (x, y) is one set; a list of pairs is one client each."""
+        if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
+            return cls(*_pair(data, what))
+        pairs = [_pair(pair, f"{what} client {k}") for k, pair in enumerate(data)]
+        if not pairs:
+            raise DataError(f"the list of {what} clients is empty; leave it out instead")
+        x, y = _join(pairs, what)
+        return cls(x, y, _offsets(len(px) for px, _ in pairs))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Holdout":
+        return Holdout(_cast(self.x, device, dtype), _cast(self.y, device, dtype), self.offsets)
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Many clients' training data, and what is held out.
+
+    Client k owns the samples `index[offsets[k] : offsets[k + 1]]` of `x` and `y`.
+
+    >>> federation = Federation.from_arrays(clients=[([[0.0], [1.0]], [0, 1]), ([[2.0]], [1])])
+    >>> len(federation), federation.sizes.tolist()
+    (2, [2, 1])
+    """
+
+    x: Tensor
+    y: Tensor
+    index: Tensor
+    offsets: Tensor
+    classes: int | None = None  # None: targets are no class labels
+    test: Holdout | None = None
+    validation: Holdout | None = None
+    name: str = field(default="arrays", compare=False)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        clients: Sequence[Pair],
+        test: Pair | Sequence[Pair] | None = None,
+        validation: Pair | Sequence[Pair] | None = None,
+        classes: int | None = None,
+    ) -> "Federation":
+        """A federation of one (x, y) pair per client.
+
+        `test` and `validation` are a pair (one set) or a list of pairs (held-out clients, whose scores are averaged
+        with equal weight). Integer targets are class labels below `classes`, which is found from the data if not given.
+        """
+        pairs = [_pair(pair, f"client {k}") for k, pair in enumerate(clients)]
+        if not pairs:
+            raise DataError("a federation needs at least one client")
+        x, y = _join(pairs, "training")
+        offsets = _offsets(len(px) for px, _ in pairs)
+        return cls.build(
+            x,
+            y,
+            torch.arange(len(x)),
+            offsets,
+            test=None if test is None else Holdout.of(test, "test"),
+            validation=None if validation is None else Holdout.of(validation, "validation"),
+            classes=classes,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        offsets: Tensor,
+        *,
+        test: Holdout | None = None,
+        validation: Holdout | None = None,
+        classes: int | None = None,
+        name: str = "arrays",
+    ) -> "Federation":
+        """A federation over shared tensors, checked: no empty client, all finite, every label below `classes`."""
+        empty = (offsets[1:] == offsets[:-1]).nonzero()
+        if len(empty):
+            raise DataError(f"client {int(empty[0])} has no samples; leave empty clients out")
+        held = {"test": test, "validation": validation}
+        for what, part in held.items():
+            if part is not None and part.x.shape[1:] != x.shape[1:]:
+                raise DataError(
+                    f"the {what} samples have shape {tuple(part.x.shape[1:])}, "
+                    f"but those of the clients {tuple(x.shape[1:])}"
+                )
+        sets = {"training": y, **{what: part.y for what, part in held.items() if part is not None}}
+        return cls(x, y, index, offsets, _count_classes(sets, classes), test, validation, name)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many samples each client has [N]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def client(self, k: int) -> tuple[Tensor, Tensor]:
+        """The samples and targets of client k."""
+        if not 0 <= k < len(self):
+            raise DataError(f"there is no client {k}: the clients are 0 to {len(self) - 1}")
+        mine = self.index[int(self.offsets[k]) : int(self.offsets[k + 1])]
+        return self.x[mine], self.y[mine]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Federation":
+        """The same federation on a device; floating-point numbers take the model's dtype, integers stay."""
+        return replace(
+            self,
+            x=_cast(self.x, device, dtype),
+            y=_cast(self.y, device, dtype),
+            test=self.test and self.test.to(device, dtype),
+            validation=self.validation and self.validation.to(device, dtype),
+        )
+
+
+def _offsets(sizes: Iterable[int]) -> Tensor:
+    return torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int64)
+
+
+def _tensor(values: Any, what: str) -> Tensor:
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"the {what} can't be read as one array of numbers: {error}") from None
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        row = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()[0]) if tensor.dim() else 0
+        raise DataError(f"the {what} hold a NaN or an infinity, first in sample {row}")
+    return tensor.detach()
+
+
+def _pair(pair: Pair, what: str) -> tuple[Tensor, Tensor]:
+    try:
+        x, y = pair
+    except (TypeError, ValueError):
+        raise DataError(f"{what}: expected a pair (x, y), got {type(pair).__name__}") from None
+    x, y = _tensor(x, f"samples of {what}"), _tensor(y, f"targets of {what}")
+    if x.dim() == 0 or y.dim() == 0 or len(x) != len(y):
+        shapes = f"{tuple(x.shape)} and {tuple(y.shape)}"
+        raise DataError(f"{what}: x and y must have one entry per sample, but their shapes are {shapes}")
+    if len(x) == 0:
+        raise DataError(f"{what} has no samples; leave empty clients out")
+    return x, y
+
+
+def _join(pairs: Sequence[tuple[Tensor, Tensor]], what: str) -> tuple[Tensor, Tensor]:
+    for part, name in ((0, "x"), (1, "y")):
+        shapes = {tuple(pair[part].shape[1:]) for pair in pairs}
+        if len(shapes) > 1:
+            raise DataError(f"the {what} clients disagree about the shape of one {name}: {sorted(shapes)}")
+        kinds = {pair[part].dtype for pair in pairs}
+        if len(kinds) > 1:
+            raise DataError(f"the {what} clients disagree about the dtype of {name}: {sorted(map(str, kinds))}")
+    return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+
+
+def _count_classes(targets: dict[str, Tensor], classes: int | None) -> int | None:
+    if any(y.is_floating_point() for y in targets.values()):
+        if classes is not None:
+            raise DataError(f"classes={classes} was given, but the targets are floating-point numbers")
+        return None
+    found = 1 + max(int(y.max()) for y in targets.values())
+    for what, y in targets.items():
+        if int(y.min()) < 0:
+            raise DataError(f"the {what} labels go down to {int(y.min())}; classes are counted from 0")
+        if classes is not None and int(y.max()) >= classes:
+            raise DataError(f"the {what} labels go up to {int(y.max())}, but there are {classes} classes (0 first)")
+    return found if classes is None else classes
+
+
+def _cast(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return values.to(device, dtype if values.is_floating_point() else values.dtype)

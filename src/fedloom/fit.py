@@ -1,0 +1,285 @@
+"""`fit`: the loop over rounds."""
+
+import copy
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom import checkpoint as checkpoints
+from fedloom.errors import ConfigError
+from fedloom.evaluate import Score
+from fedloom.federation import Federation
+from fedloom.local import Local
+from fedloom.method import Method
+from fedloom.population import Availability
+from fedloom.round import Outcome
+from fedloom.simulation import Simulation
+from fedloom.space import Buffers
+from fedloom.stages import Updates
+from fedloom.task import Loss, Precision
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LOG = logging.getLogger("fedloom")
+
+
+class Signal(Enum):
+    """What a callback may return."""
+
+    STOP = "stop"
+
+
+STOP = Signal.STOP
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a callback is told after each round."""
+
+    round: int  # rounds done
+    rounds: int  # rounds planned
+    params: Tensor  # [P] the cloud model that the next round starts from
+    metrics: Mapping[str, Any]  # the round's line of the history
+    updates: Updates | None  # what was averaged; None: nobody answered
+
+
+Callback = Callable[[Event], Signal | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind."""
+
+    params: Tensor  # [P] the final cloud model
+    model: nn.Module  # the deployable model; with `patience`, the one with the best validation score
+    history: list[dict[str, Any]]  # one dict a round; counts (works, local_steps, bytes, seconds) add up over rounds
+    stopped: str = "rounds"  # why it ended: "rounds", "callback" or "patience"
+
+    def frame(self) -> "pd.DataFrame":
+        """The history as a table, one line a round."""
+        import pandas as pd
+
+        return pd.DataFrame(self.history)
+
+
+def fit(
+    model: nn.Module,
+    federation: Federation,
+    method: str | Method = "fedavg",
+    rounds: int = 50,
+    clients_per_round: int | float | None = None,
+    local: Local | None = None,
+    *,
+    loss: Loss | None = None,
+    metric: str | Score = "accuracy",
+    eval_every: int = 1,
+    patience: int | None = None,
+    min_gain: float = 0.0,
+    engine: str = "auto",
+    device: str | torch.device = "auto",
+    precision: Precision = "auto",
+    seed: int = 0,
+    availability: Availability = None,
+    dropout_rate: float = 0.0,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 10,
+    resume: bool = False,
+) -> Result:
+    """Train a model over a federation.
+
+    The model is the starting point and stays as it is. `clients_per_round` is a count or a fraction in (0, 1] (10
+    if not given, or all where there are fewer). `loss(outputs, targets)` gives one value per sample; None is
+    cross-entropy. `metric` is "accuracy", "f1", "auc" or a function of (outputs, targets); higher is better.
+    With `patience`, the run ends after so many evaluations in which the validation score gained no more than
+    `min_gain` of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
+    `checkpoint_every` rounds and to `resume` from.
+
+    >>> import torch, fedloom as fl
+    >>> x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    >>> federation = fl.Federation.from_arrays([(x[:4], [0, 1, 0, 1]), (x[4:], [1, 1, 0, 0])])
+    >>> result = fl.fit(nn.Linear(3, 2), federation, "fedprox(mu=0.1)", rounds=2)
+    >>> [row["round"] for row in result.history]
+    [1, 2]
+    """
+    _check_count("rounds", rounds)
+    _check_count("eval_every", eval_every)
+    _check_count("checkpoint_every", checkpoint_every)
+    if patience is not None:
+        _check_count("patience", patience)
+        if federation.validation is None:
+            raise ConfigError("patience needs validation data: clients or a set that is held out from training")
+    if resume and checkpoint is None:
+        raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
+    simulation = Simulation.of(
+        model,
+        federation,
+        Method(method),
+        clients_per_round=clients_per_round,
+        local=local or Local(),
+        loss=loss,
+        metric=metric,
+        engine=engine,
+        device=device,
+        precision=precision,
+        seed=seed,
+        availability=availability,
+        dropout_rate=dropout_rate,
+    )
+    run = _Run(simulation, Best(patience, min_gain), None if checkpoint is None else Path(checkpoint))
+    if resume:
+        run.resume()
+    stopped = "rounds"
+    with simulation.numerics():
+        while run.state.round < rounds:
+            last = run.state.round + 1 == rounds
+            outcome = run.round(evaluate=last or (run.state.round + 1) % eval_every == 0)
+            if _call(callbacks, run, outcome, rounds):
+                stopped = "callback"
+            elif run.best.tired:
+                stopped = "patience"
+            if stopped != "rounds" or last or run.state.round % checkpoint_every == 0:
+                run.save()
+            if stopped != "rounds":
+                break
+    return Result(run.state.theta, run.model(model), run.history, stopped)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _call(callbacks: Sequence[Callback], run: "_Run", outcome: Outcome, rounds: int) -> bool:
+    """Tell every callback; True if one wants to stop."""
+    updates = outcome.record.updates if outcome.record else None
+    event = Event(run.state.round, rounds, run.state.theta, run.history[-1], updates)
+    return STOP in [callback(event) for callback in callbacks]
+
+
+@dataclass
+class Best:
+    """The best validation score so far, and how long there was no gain."""
+
+    patience: int | None
+    min_gain: float
+    score: float | None = None
+    waited: int = 0
+    theta: Tensor | None = None
+    buffers: Buffers = field(default_factory=dict)
+
+    def see(self, score: float, theta: Tensor, buffers: Buffers) -> None:
+        if self.score is None or score > self.score + self.min_gain * abs(self.score):
+            self.score, self.waited, self.theta, self.buffers = score, 0, theta, buffers
+        else:
+            self.waited += 1
+
+    @property
+    def tired(self) -> bool:
+        return self.patience is not None and self.waited >= self.patience
+
+
+class _Run:
+    """A run on its way: the state after the last whole round, and the history."""
+
+    def __init__(self, simulation: Simulation, best: Best, folder: Path | None) -> None:
+        self.simulation = simulation
+        self.best = best
+        self.folder = folder
+        self.state = simulation.begin()
+        self.history: list[dict[str, Any]] = []
+
+    def round(self, evaluate: bool) -> Outcome:
+        """Play one round and add its line to the history."""
+        began = time.perf_counter()
+        try:
+            outcome = self.simulation.play(self.state)
+            measured = self.simulation.evaluate(outcome.state) if evaluate else {}
+        except KeyboardInterrupt:
+            self.save()
+            raise
+        self.state = outcome.state
+        self.history.append(self._row(outcome, measured, time.perf_counter() - began))
+        for client in outcome.traffic.diverged:
+            LOG.warning("round %d: client %d diverged (loss or update not finite); left out", self.state.round, client)
+        if outcome.record is None:
+            LOG.warning("round %d: no usable update came back; the model stays as it was", self.state.round)
+        if measured and self.best.patience is not None:
+            score = measured.get(f"validation_{self.simulation.evaluator.name}", -measured["validation_loss"])
+            self.best.see(score, self.simulation.deployed(self.state), self.state.buffers)
+        return outcome
+
+    def _row(self, outcome: Outcome, measured: Mapping[str, float], seconds: float) -> dict[str, Any]:
+        traffic = outcome.traffic
+        before = self.history[-1] if self.history else {}
+        counts: dict[str, Any] = {
+            "works": traffic.works,
+            "local_steps": traffic.local_steps,
+            **self.simulation.traffic_bytes(traffic, outcome.state),
+            "seconds": seconds,
+        }
+        return {
+            "round": outcome.state.round,
+            **{name: before.get(name, 0) + value for name, value in counts.items()},
+            "asked": traffic.asked,
+            "answered": traffic.answered,
+            "diverged": len(traffic.diverged),
+            "train_loss": traffic.loss / traffic.samples if traffic.samples else float("nan"),
+            **measured,
+            **outcome.metrics,
+        }
+
+    def model(self, given: nn.Module) -> nn.Module:
+        """The deployable model, where the given one lives."""
+        theta, buffers = self.best.theta, self.best.buffers
+        if theta is None:
+            theta, buffers = self.simulation.deployed(self.state), self.state.buffers
+        deployable = copy.deepcopy(given)
+        self.simulation.setup.space.load(deployable, theta, buffers)
+        return deployable
+
+    def save(self) -> None:
+        if self.folder is None:
+            return
+        best = {} if self.best.theta is None else {"theta": self.best.theta, **self.best.buffers}
+        notes = {"score": self.best.score, "waited": self.best.waited}
+        saved = checkpoints.Saved(self.state, self.simulation.population.tensors(), self.history, best, notes)
+        checkpoints.save(self.folder, saved, self._identity())
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        assert self.folder is not None
+        saved = checkpoints.load(self.folder, self._identity(), self.simulation.setup.device)
+        if saved is None:
+            return
+        self.state, self.history = saved.state, saved.history
+        self.simulation.population.restore(saved.memory)
+        self.best.score, self.best.waited = saved.notes["score"], saved.notes["waited"]
+        if saved.best:
+            self.best.theta = saved.best.pop("theta")
+            self.best.buffers = saved.best
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to belong to this run; engine and device may change."""
+        setup = self.simulation.setup
+        shapes = {name: list(shape) for name, shape in zip(setup.space.names, setup.space.shapes, strict=True)}
+        data = hashlib.sha256()
+        for tensor in (self.simulation.federation.offsets, self.simulation.federation.index):
+            data.update(tensor.cpu().numpy().tobytes())
+        return {
+            "method": self.simulation.method.text,
+            "model": shapes,
+            "partition": data.hexdigest(),
+            "per_round": setup.per_round,
+            "local": asdict(setup.local),
+            "seed": setup.seed,
+        }

@@ -1,0 +1,31 @@
+"""Randomness by key: who draws is part of the seed, so that no draw depends on what was drawn before.
+
+A key is `numpy.random.SeedSequence(seed, spawn_key=...)`, drawn from by `numpy.random.default_rng` on the CPU:
+
+| what is drawn | spawn key |
+| --- | --- |
+| the clients of Work w (sampler) | (w,) |
+| the batches of client c, its i-th occurrence in Work w | (w, c, i) |
+| whether that client answers | (w, c, i, 0) |
+
+A batch order can therefore be rebuilt outside Fedloom:
+
+>>> import numpy
+>>> order = numpy.random.default_rng(numpy.random.SeedSequence(0, spawn_key=(7, 3, 0))).permutation(5)
+>>> bool((order == client_rng(0, work=7, client=3, occurrence=0).permutation(5)).all())
+True
+"""
+
+from numpy.random import Generator, SeedSequence, default_rng
+
+
+def sampler_rng(seed: int, work: int) -> Generator:
+    return default_rng(SeedSequence(seed, spawn_key=(work,)))
+
+
+def client_rng(seed: int, work: int, client: int, occurrence: int) -> Generator:
+    return default_rng(SeedSequence(seed, spawn_key=(work, client, occurrence)))
+
+
+def answer_rng(seed: int, work: int, client: int, occurrence: int) -> Generator:
+    return default_rng(SeedSequence(seed, spawn_key=(work, client, occurrence, 0)))

@@ -1,0 +1,106 @@
+"""What a client does with its own data: the settings of local training, and the order of its batches."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.random import Generator
+
+from fedloom.errors import ConfigError, nearest
+
+Optimizer = Literal["sgd", "adam", "adamw"]
+LastBatch = Literal["keep", "drop", "bootstrap"]
+
+
+@dataclass(frozen=True)
+class Local:
+    """Settings of local training.
+
+    `steps` replaces `epochs` by an exact number of steps, going over the data as often as needed.
+    `batch_size=None` is the full batch: one step an epoch.
+    `last_batch` says what happens to a short last batch of an epoch: it is kept, dropped, or filled up by drawing
+    with replacement from all of the client's samples.
+
+    >>> Local(epochs=2, batch_size=32).count_steps(100)
+    8
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int | None = 32
+    lr: float = 0.01
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    optimizer: Optimizer = "sgd"
+    clip_norm: float | None = None
+    last_batch: LastBatch = "keep"
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("steps", 1), ("batch_size", 1)):
+            value = getattr(self, name)
+            if value is None and name != "epochs":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        for name in ("lr", "momentum", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            if value is None and name == "clip_norm":
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name} must be a finite number of at least 0, not {value!r}")
+        if self.momentum >= 1:
+            raise ConfigError(f"momentum must be below 1, not {self.momentum!r}")
+        if self.clip_norm == 0:
+            raise ConfigError("clip_norm=0 would stop all training; leave it out to train without clipping")
+        for name, kind in (("optimizer", Optimizer), ("last_batch", LastBatch)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                raise ConfigError(f"unknown {name} {value!r}: {nearest(str(value), get_args(kind))}")
+        if self.momentum and self.optimizer != "sgd":
+            raise ConfigError(f"momentum belongs to optimizer='sgd', not to {self.optimizer!r}, which has its own")
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov=True needs momentum above 0")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+    def batches_per_epoch(self, samples: int) -> int:
+        if self.batch_size is None:
+            return 1
+        whole, rest = divmod(samples, self.batch_size)
+        return whole + (rest > 0 and self.last_batch != "drop")
+
+    def count_steps(self, samples: int) -> int:
+        """How many steps a client with that many samples takes."""
+        return self.steps if self.steps is not None else self.epochs * self.batches_per_epoch(samples)
+
+    def batch_lengths(self, samples: int) -> set[int]:
+        """The lengths that occur among a client's batches."""
+        if self.batch_size is None:
+            return {samples}
+        whole, rest = divmod(samples, self.batch_size)
+        lengths = {self.batch_size} if whole or (rest and self.last_batch == "bootstrap") else set()
+        return lengths | ({rest} if rest and self.last_batch == "keep" else set())
+
+    def batches(self, samples: int, rng: Generator, limit: int | None = None) -> list[np.ndarray]:
+        """The client's batches, as positions among its own samples: for each epoch a fresh `rng.permutation`, cut
+        into pieces; a short last one is filled by `rng.integers` under `last_batch="bootstrap"`.
+        """
+        wanted = self.count_steps(samples)
+        if limit is not None:
+            wanted = min(wanted, limit)
+        if self.batch_size is None:
+            return [np.arange(samples)] * wanted
+        found: list[np.ndarray] = []
+        while len(found) < wanted:
+            order = rng.permutation(samples)
+            for i in range(self.batches_per_epoch(samples)):
+                batch = order[i * self.batch_size : (i + 1) * self.batch_size]
+                short = self.batch_size - len(batch)
+                if short and self.last_batch == "bootstrap":
+                    batch = np.concatenate([batch, rng.integers(0, samples, short)])
+                found.append(batch)
+        return found[:wanted]

@@ -1,0 +1,30 @@
+"""Each client takes part independently with the same probability; a draw of nobody is redrawn.
+
+The number of clients is drawn at once from the binomial distribution without its zero, so that a draw costs what the
+cohort costs and ends however small the rate is.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator as Rng
+from scipy.stats import binom
+
+from fedloom.method import register
+from fedloom.stages import Sampler, Setup, State, check
+
+
+@register("bernoulli", paper="Acar et al. (FedDyn), ICLR 2021")
+@dataclass(frozen=True)
+class Bernoulli(Sampler):
+    """Every client takes part with the same probability; their number varies."""
+
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        check(0 < self.rate <= 1, f"bernoulli: rate must be above 0 and at most 1, not {self.rate}")
+
+    def draw(self, state: State, setup: Setup, number: int, w: int, rng: Rng) -> np.ndarray:
+        nobody = binom.pmf(0, setup.clients, self.rate)
+        number = int(binom.ppf(nobody + (1 - nobody) * rng.random(), setup.clients, self.rate))
+        return rng.choice(setup.clients, min(max(number, 1), setup.clients), replace=False)

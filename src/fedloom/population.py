@@ -1,0 +1,136 @@
+"""The clients' side of a Work: who answers, what each client's memory adds to its gradient, what it remembers after.
+
+A simulation keeps all clients in one `Population`; a cluster keeps one per worker, a real federation one per client.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.errors import ConfigError, DataError
+from fedloom.keys import answer_rng
+from fedloom.memory import Memory
+from fedloom.method import Part
+from fedloom.stages import Client, Info, Setup, State, Updates, Work
+
+Availability = float | Callable[[int, int], bool] | np.ndarray | str | Path | None
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Which of the asked clients do not answer.
+
+    `availability` is the share of the time that a client is there, a function of (client, Work number), or a table of
+    client x time that repeats (an array, or a file of it: .npy, or .csv with a line per client). `dropout_rate` is the
+    share of the clients that are there but fail.
+    """
+
+    availability: Availability = None
+    dropout_rate: float = 0.0
+
+    @classmethod
+    def of(cls, availability: Availability, dropout_rate: float, clients: int) -> "Absence":
+        if not isinstance(dropout_rate, int | float) or not 0 <= dropout_rate < 1:
+            raise ConfigError(f"dropout_rate must be at least 0 and below 1, not {dropout_rate!r}")
+        if isinstance(availability, str | Path):
+            availability = _read_trace(Path(availability))
+        if isinstance(availability, np.ndarray):
+            if availability.ndim != 2 or len(availability) != clients or not availability.shape[1]:
+                raise DataError(
+                    f"the availability table must have one line for each of the {clients} clients and a column for "
+                    f"each time, not the shape {availability.shape}"
+                )
+            availability = availability.astype(bool)
+        elif isinstance(availability, int | float) and not 0 < availability <= 1:
+            raise ConfigError(f"availability must be above 0 and at most 1, not {availability!r}")
+        return cls(availability, float(dropout_rate))
+
+    def answers(self, seed: int, w: int, client: int, occurrence: int) -> bool:
+        there, fails = answer_rng(seed, w, client, occurrence).random(2)
+        if isinstance(self.availability, np.ndarray):
+            here = bool(self.availability[client, w % self.availability.shape[1]])
+        elif callable(self.availability):
+            here = bool(self.availability(client, w))
+        else:
+            here = self.availability is None or there < float(self.availability)  # type: ignore[arg-type]
+        return here and fails >= self.dropout_rate
+
+    @property
+    def nobody_is_away(self) -> bool:
+        return self.availability is None and self.dropout_rate == 0
+
+
+def _read_trace(path: Path) -> np.ndarray:
+    try:
+        table = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",", ndmin=2)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the availability trace {path} can't be read: {error}") from None
+    if not np.isin(table, (0, 1)).all():
+        raise DataError(f"the availability trace {path} must hold 0 (away) and 1 (there) only")
+    return np.asarray(table)
+
+
+class Population:
+    """All clients of a simulation."""
+
+    def __init__(self, parts: Sequence[Part[Client]], setup: Setup, absence: Absence) -> None:
+        self.parts = parts
+        self.setup = setup
+        self.absence = absence
+        self.memory = {p.key: Memory(p.stage.remembers, setup.start) for p in parts if p.stage.remembers}
+
+    def prepare(self, work: Work) -> Work:
+        """The part of a Work that is answered, with what the client stages add to the gradient."""
+        work = self._present(work)
+        if not len(work):
+            return work
+        pull: Tensor | None = None
+        drift: Tensor | None = None
+        for part in self.parts:
+            correction = part.stage.begin(self._known(part, work), dict(work.sent[part.key]), self._info(work))
+            pull = _plus(pull, correction.pull)
+            drift = _plus(drift, correction.drift)
+        return replace(work, pull=pull, drift=drift)
+
+    def finish(self, work: Work, updates: Updates) -> Updates:
+        """Let each client remember, and add what it sends up; a client that diverged keeps what it knew."""
+        if not len(updates):
+            return updates
+        good = updates.finite.nonzero().flatten()
+        up: dict[str, State] = {}
+        for part in self.parts:
+            known = self._known(part, work)
+            memory, up[part.key] = part.stage.end(known, dict(work.sent[part.key]), self._info(work), updates)
+            if part.stage.remembers and work.commit and len(good):
+                chosen = {name: values[good.to(values.device)] for name, values in memory.items()}
+                self.memory[part.key].write(work.clients[good], work.w, chosen)
+        return replace(updates, up=up)
+
+    def _present(self, work: Work) -> Work:
+        if self.absence.nobody_is_away:
+            return work
+        asked = zip(work.clients.tolist(), work.occurrence.tolist(), strict=True)
+        there = [self.absence.answers(self.setup.seed, work.w, client, i) for client, i in asked]
+        return work if all(there) else work.only(torch.tensor(there).nonzero().flatten())
+
+    def _known(self, part: Part[Client], work: Work) -> State:
+        return self.memory[part.key].read(work.clients, work.w) if part.key in self.memory else {}
+
+    def _info(self, work: Work) -> Info:
+        return Info(work.w, work.clients, self.setup.sizes[work.clients])
+
+    def tensors(self) -> Mapping[str, State]:
+        return {key: memory.tensors() for key, memory in self.memory.items()}
+
+    def restore(self, tensors: Mapping[str, State]) -> None:
+        for key, memory in self.memory.items():
+            memory.restore(tensors[key])
+
+
+def _plus(a: Tensor | None, b: Any) -> Tensor | None:
+    return b if a is None else a if b is None else a + b

@@ -1,0 +1,166 @@
+"""A run, put together: everything that `fit` needs to play rounds, checked before the first one."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.engines.choose import Engine, choose_engine
+from fedloom.errors import ConfigError
+from fedloom.evaluate import Evaluator, Score, find_metric
+from fedloom.federation import Federation
+from fedloom.local import Local
+from fedloom.method import Method, Pipeline
+from fedloom.population import Absence, Availability, Population
+from fedloom.round import Outcome, RunState, Traffic, begin_run, play_round
+from fedloom.space import buffers_of
+from fedloom.stages import Setup, Updates, Work
+from fedloom.task import Loss, Precision, Task, check_fit
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A method, a federation and an engine."""
+
+    method: Method
+    pipeline: Pipeline
+    setup: Setup
+    task: Task
+    federation: Federation  # on the device
+    engine: Engine
+    population: Population
+    evaluator: Evaluator
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        federation: Federation,
+        method: Method,
+        *,
+        clients_per_round: int | float | None,
+        local: Local,
+        loss: Loss | None,
+        metric: str | Score,
+        engine: str,
+        device: str | torch.device,
+        precision: Precision,
+        seed: int,
+        availability: Availability,
+        dropout_rate: float,
+    ) -> "Simulation":
+        place = find_device(device)
+        task = Task.of(model, loss, place, precision)
+        name, score = find_metric(metric)
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            raise ConfigError(f"seed must be a whole number of at least 0, not {seed!r}")
+        moved = federation.to(place, task.space.dtype)
+        setup = Setup(
+            space=task.space,
+            clients=len(federation),
+            sizes=federation.sizes,
+            per_round=cohort_size(clients_per_round, len(federation)),
+            local=local,
+            seed=seed,
+            device=place,
+            start=task.space.flatten(task.model),
+        )
+        check_fit(task, moved, local)
+        pipeline = method.pipeline()
+        absence = Absence.of(availability, dropout_rate, len(federation))
+        return cls(
+            method,
+            pipeline,
+            setup,
+            task,
+            moved,
+            choose_engine(engine, task, moved, setup),
+            Population(pipeline.clients, setup, absence),
+            Evaluator(task, name, score),
+        )
+
+    def begin(self) -> RunState:
+        return begin_run(self.pipeline, self.setup, buffers_of(self.task.model))
+
+    def play(self, state: RunState) -> Outcome:
+        """One round, trained by this simulation's own engine."""
+        playing = play_round(self.pipeline, self.setup, state)
+        work = next(playing)
+        while True:
+            try:
+                work = playing.send(self.answer(work))
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+
+    def answer(self, work: Work) -> Updates:
+        """What the clients of a Work send back."""
+        prepared = self.population.prepare(work)
+        return self.population.finish(prepared, self.engine.train(prepared))
+
+    def deployed(self, state: RunState) -> Tensor:
+        """The model that users get [P]."""
+        server = self.pipeline.server
+        return server.stage.deploy(state.stages[server.key], state.theta)
+
+    def evaluate(self, state: RunState) -> dict[str, float]:
+        """Test and validation metrics of the deployable model, and of the cloud model where it is another."""
+        deployed = self.deployed(state)
+        found: dict[str, float] = {}
+        if self.federation.test is not None:
+            found |= self.evaluator.measure(deployed, state.buffers, self.federation.test, "test")
+            if deployed is not state.theta:
+                found |= self.evaluator.measure(state.theta, state.buffers, self.federation.test, "cloud")
+        if self.federation.validation is not None:
+            found |= self.evaluator.measure(deployed, state.buffers, self.federation.validation, "validation")
+        return found
+
+    def traffic_bytes(self, traffic: Traffic, state: RunState) -> Mapping[str, int]:
+        """Bytes on the wire: the model and its buffers both ways, and what the stages add."""
+        space = self.setup.space
+        extra = [part.stage.wire(space) for part in self.pipeline.parts]
+        buffers = sum(b.numel() * b.element_size() for b in state.buffers.values())
+        down = (space.size + sum(wire.down for wire in extra)) * space.dtype.itemsize + buffers
+        up = (space.size + sum(wire.up for wire in extra)) * space.dtype.itemsize + buffers
+        if self.pipeline.weights == "samples":
+            up += space.dtype.itemsize  # the number of samples
+        return {"uplink_bytes": up * traffic.answered, "downlink_bytes": down * traffic.asked}
+
+    @contextmanager
+    def numerics(self) -> Iterator[None]:
+        """On a GPU matrices multiply in TF32 unless fp32 was asked for; the setting is put back after the run."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest" if self.task.precision == "fp32" else "high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"unknown device {device!r}: choose auto, cpu or cuda") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={str(device)!r} was asked for, but PyTorch finds no CUDA device here")
+    return found
+
+
+def cohort_size(wanted: int | float | None, clients: int) -> int:
+    """A count, or a fraction in (0, 1] of all clients; None: 10, or all where there are fewer."""
+    if wanted is None:
+        return min(10, clients)
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float):
+        raise ConfigError(f"clients_per_round must be a count or a fraction, not {wanted!r}")
+    if isinstance(wanted, float):
+        if not 0 < wanted <= 1:
+            raise ConfigError(f"clients_per_round={wanted!r}: a fraction lies in (0, 1], a count is a whole number")
+        return max(1, int(wanted * clients + 1e-9))
+    if not 0 < wanted <= clients:
+        raise ConfigError(f"clients_per_round={wanted} must be between 1 and the number of clients, {clients}")
+    return wanted

@@ -1,0 +1,81 @@
+"""A model as one flat vector of P numbers, and back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.errors import ModelError
+
+Buffers = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The trainable parameters of a model, in the order of `named_parameters`; tied ones count once, frozen ones not.
+
+    >>> space = Space.of(nn.Linear(3, 2))
+    >>> space.size, space.names
+    (8, ('weight', 'bias'))
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Space":
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ModelError(f"{type(model).__name__} has no trainable parameter, so there is nothing to train")
+        dtypes = {p.dtype for p in trainable.values()}
+        if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+            found = ", ".join(sorted(str(d) for d in dtypes))
+            raise ModelError(f"the trainable parameters must share one floating-point dtype, not {found}")
+        return cls(tuple(trainable), tuple(p.shape for p in trainable.values()), dtypes.pop())
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many numbers each tensor has."""
+        return tuple(shape.numel() for shape in self.shapes)
+
+    @cached_property
+    def size(self) -> int:
+        """P, the length of the flat vector."""
+        return sum(self.sizes)
+
+    def flatten(self, model: nn.Module) -> Tensor:
+        """A copy of the model's trainable parameters as one vector [P]."""
+        parameters = dict(model.named_parameters())
+        return torch.cat([parameters[name].detach().reshape(-1) for name in self.names])
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a vector [P] by name. One `split` for all: slicing one by one makes the backward pass quadratic."""
+        pieces = torch.split(flat, self.sizes)
+        return {name: p.view(shape) for name, p, shape in zip(self.names, pieces, self.shapes, strict=True)}
+
+    def load(self, model: nn.Module, flat: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Write a vector [P] and buffers into a model, in place."""
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, value in {**self.split(flat), **buffers}.items():
+                own[name].copy_(value)
+
+
+def buffers_of(model: nn.Module) -> Buffers:
+    """Copies of the model's buffers (batch-norm statistics and the like), which travel beside the vector."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def average_buffers(stacked: Mapping[str, Tensor], weights: Tensor) -> Buffers:
+    """Float buffers: the weighted mean over clients; counters: the largest. `stacked` holds [K, ...] tensors."""
+    share = weights / weights.sum()
+    averaged: Buffers = {}
+    for name, values in stacked.items():
+        if values.is_floating_point():
+            averaged[name] = torch.tensordot(share.to(values.dtype), values, dims=1)
+        else:
+            averaged[name] = values.amax(0)
+    return averaged

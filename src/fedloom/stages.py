@@ -1,0 +1,342 @@
+"""The stages of a round, and the records that pass between them.
+
+    sampler -> schedule -> [ client + rate ] -> update stages -> aggregator -> rescaler -> server
+
+A stage is a frozen dataclass of its parameters. What it knows is a `State`, a dict of tensors that the round hands in
+and takes back; nothing else survives a round. One sign everywhere: an update is start minus end, and the server
+descends it.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.random import Generator as Rng
+from torch import Tensor
+
+from fedloom.local import Local
+from fedloom.rows import Rows
+from fedloom.space import Buffers, Space
+
+State = dict[str, Tensor]
+Weighting = Literal["samples", "equal"]
+Metrics = dict[str, float | list[float]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a stage may know when it starts."""
+
+    space: Space
+    clients: int  # N, the population
+    sizes: Tensor  # [N] samples of each client
+    per_round: int  # clients that a Work asks for
+    local: Local
+    seed: int
+    device: torch.device
+    start: Tensor  # [P] the model before the first round
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a cohort of K clients is asked to do. Every correction in the papers is affine in the local model:
+
+        gradient used = gradient + pull_k * (x - start_k) + drift_k
+
+    so Work is data, and whoever trains it knows no method. The server fills in all but `pull` and `drift`, which the
+    clients' side adds from what was `sent` and from what each client remembers.
+    """
+
+    w: int  # number of this Work, counted over the whole run
+    clients: Tensor  # [K]
+    occurrence: Tensor  # [K] 0 for the first time that a client stands in this Work, 1 for the second
+    counts: Tensor  # [K] how often the sampler drew it, where a client is trained once for several draws
+    start: Tensor  # [P] for all, or [K, P]
+    buffers: Buffers  # as `start`: for all, or stacked [K, ...]
+    rates: Tensor  # [steps] for all, or [K, steps]; learning rate of each local step
+    max_steps: int | None = None
+    sent: Mapping[str, State] = field(default_factory=dict)  # by client stage
+    wants: frozenset[str] = frozenset()  # what the engine must report beside the update
+    share: float = 1.0  # of a full cohort: asynchronous schedules ask for one client of many
+    commit: bool = True  # False: a probe, which leaves the clients' memory as it was
+    slots: Tensor | None = None  # [K] place of each client in the cohort that was asked; None: 0..K-1
+    pull: Tensor | None = None  # [K]
+    drift: Tensor | None = None  # [K, P]
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @property
+    def places(self) -> Tensor:
+        return torch.arange(len(self)) if self.slots is None else self.slots
+
+    def only(self, keep: Tensor) -> "Work":
+        """The part of this Work for the clients at these positions."""
+        own = self.start.dim() == 2
+        return replace(
+            self,
+            clients=self.clients[keep],
+            occurrence=self.occurrence[keep],
+            counts=self.counts[keep],
+            start=self.start[keep.to(self.start.device)] if own else self.start,
+            buffers={n: b[keep.to(b.device)] for n, b in self.buffers.items()} if own else self.buffers,
+            rates=self.rates[keep] if self.rates.dim() == 2 else self.rates,
+            slots=self.places[keep],
+        )
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What came back: one row per client that answered."""
+
+    clients: Tensor  # [K]
+    slots: Tensor  # [K] place in the cohort that was asked
+    counts: Tensor  # [K]
+    samples: Tensor  # [K] samples that the client has
+    steps: Tensor  # [K] local steps taken
+    loss: Tensor  # [K] mean training loss over the samples seen
+    finite: Tensor  # [K] False: loss or update holds NaN or infinity
+    rows: Rows  # [K, P] start minus end
+    buffers: Buffers  # stacked [K, ...]
+    up: Mapping[str, State] = field(default_factory=dict)  # by client stage: what its `end` sent up, [K, ...] each
+    extra: State = field(default_factory=dict)  # what the Work wanted, [K, ...] each
+    weights: Tensor = field(default_factory=lambda: torch.empty(0))  # [K] averaging weights, set by the round
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def only(self, keep: Tensor) -> "Updates":
+        """The rows at these positions."""
+
+        def pick(values: Tensor) -> Tensor:
+            return values[keep.to(values.device)]
+
+        return replace(
+            self,
+            **{name: pick(getattr(self, name)) for name in _PER_CLIENT},
+            rows=self.rows.select(keep),
+            buffers={n: pick(b) for n, b in self.buffers.items()},
+            up={stage: {n: pick(v) for n, v in values.items()} for stage, values in self.up.items()},
+            extra={n: pick(v) for n, v in self.extra.items()},
+            weights=pick(self.weights) if len(self.weights) else self.weights,
+        )
+
+
+_PER_CLIENT = ("clients", "slots", "counts", "samples", "steps", "loss", "finite")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One aggregation, as far as it has come: each later stage reads what the earlier ones filled in."""
+
+    number: int  # 0 first
+    theta: Tensor  # [P] the cloud model that the round started from
+    received: Updates  # what the schedule brought
+    updates: Updates  # what was averaged: after every update stage
+    aggregate: Tensor  # [P] the average
+    scaled: Tensor  # [P] the average after the rescaler
+    after: Tensor  # [P] the cloud model that the next round starts from
+
+
+class Wire(NamedTuple):
+    """Numbers that a stage sends per client beside the model."""
+
+    down: int = 0
+    up: int = 0
+
+
+class Stage:
+    """What all stages share. `heard` follows every Work, `observe` follows the server step."""
+
+    kind: ClassVar[str]
+    weights: ClassVar[Weighting | None] = None  # "equal": this method's paper averages with equal weights
+    wants: ClassVar[frozenset[str]] = frozenset()  # of the engine: "mean_gradient"
+
+    def init(self, setup: Setup) -> State:
+        return {}
+
+    def heard(self, state: State, work: Work, updates: Updates) -> State:
+        return state
+
+    def observe(self, state: State, record: Round) -> State:
+        return state
+
+    def report(self, state: State) -> Mapping[str, Tensor]:
+        """Numbers for the round's metrics."""
+        return {}
+
+    def wire(self, space: Space) -> Wire:
+        return Wire()
+
+
+class Sampler(Stage):
+    """Who takes part?"""
+
+    kind = "sampler"
+
+    def draw(self, state: State, setup: Setup, number: int, w: int, rng: Rng) -> np.ndarray:
+        """About `number` clients for Work w, in random order; a client may stand in it twice."""
+        raise NotImplementedError
+
+    def weigh(self, state: State, setup: Setup, updates: Updates) -> Tensor | None:
+        """Averaging weights [K] that belong to this way of drawing; None: by samples or equal."""
+        return None
+
+
+class Draw(NamedTuple):
+    """The clients that were drawn for the next Work."""
+
+    clients: Tensor  # [K]
+    occurrence: Tensor  # [K]
+    counts: Tensor  # [K]
+    share: float  # of a full cohort
+
+
+class Cohorts(NamedTuple):
+    """What a schedule works with: the cloud model, a way to draw clients, and a way to ask them."""
+
+    theta: Tensor
+    buffers: Buffers
+    draw: Callable[..., Draw]  # draw(number=per_round)
+    ask: Callable[[Draw, Tensor, Buffers], Work]  # ask(draw, start, buffers): [P], or [K, P] with stacked buffers
+
+
+Collected = Generator[Work, Updates, tuple[State, Updates]]
+
+
+class Schedule(Stage):
+    """How do models travel before they are averaged?"""
+
+    kind = "schedule"
+
+    def works(self, per_round: int) -> float:
+        """Works per client slot that one aggregation costs."""
+        return 1.0
+
+    def collect(self, state: State, cohorts: Cohorts) -> Collected:
+        """Yield Works, be sent Updates, return what is to be averaged: rows are theta minus end."""
+        raise NotImplementedError
+
+
+class Correction(NamedTuple):
+    """What a client stage adds to each local gradient."""
+
+    pull: Tensor | None = None  # [K]
+    drift: Tensor | None = None  # [K, P]
+
+
+class Info(NamedTuple):
+    """What the clients' side knows of a Work."""
+
+    w: int
+    clients: Tensor  # [K]
+    samples: Tensor  # [K]
+
+
+class Client(Stage):
+    """How is the local gradient corrected, and what does a client remember?"""
+
+    kind = "client"
+    remembers: ClassVar[Mapping[str, Literal["row", "scalar"]]] = {}
+
+    def send(self, state: State) -> State:
+        """What every client of the next Work is told beside the model."""
+        return {}
+
+    def begin(self, memory: State, sent: State, info: Info) -> Correction:
+        """Before local training. `memory` holds [K, P] or [K] tensors, zero for a client that was never seen."""
+        return Correction()
+
+    def end(self, memory: State, sent: State, info: Info, updates: Updates) -> tuple[State, State]:
+        """After local training: what each client remembers from now on, and what it sends up beside its update."""
+        return memory, {}
+
+
+class Rate(Stage):
+    """Which learning rate has local step j? As a factor on the local learning rate."""
+
+    kind = "rate"
+    by_length: ClassVar[bool] = False  # True: a shorter local run has other rates, not just fewer of them
+
+    def factors(self, state: State, steps: int) -> Tensor:
+        """[steps]"""
+        raise NotImplementedError
+
+    def limit(self, state: State) -> int | None:
+        """At most so many local steps from now on."""
+        return None
+
+
+class Update(Stage):
+    """What happens to each client's update before averaging?"""
+
+    kind = "update"
+    rank: ClassVar[int] = 50  # update stages act in this order, not in that of the text
+
+    def apply(self, state: State, updates: Updates) -> tuple[State, Updates]:
+        """May change rows, or drop some."""
+        raise NotImplementedError
+
+
+class Aggregator(Stage):
+    """How are updates averaged?"""
+
+    kind = "aggregator"
+
+    def combine(self, state: State, updates: Updates) -> tuple[Updates, Tensor]:
+        """The updates with the weights that were used, and their average [P]."""
+        raise NotImplementedError
+
+
+class Rescaler(Stage):
+    """How long is the averaged step?"""
+
+    kind = "rescaler"
+
+    def rescale(self, state: State, record: Round) -> tuple[State, Tensor]:
+        raise NotImplementedError
+
+
+class Server(Stage):
+    """How does the server step?"""
+
+    kind = "server"
+
+    def step(self, state: State, record: Round) -> tuple[State, Tensor]:
+        """The next cloud model from `record.aggregate` and `record.scaled`."""
+        raise NotImplementedError
+
+    def deploy(self, state: State, theta: Tensor) -> Tensor:
+        """The model that users get."""
+        return theta
+
+
+@dataclass(frozen=True)
+class Weights(Stage):
+    """By what are clients weighed? Written, it wins over what the methods of a union state."""
+
+    by: Weighting
+    kind = "weights"
+
+
+SINGLE = ("sampler", "schedule", "rate", "aggregator", "rescaler", "server", "weights")
+
+
+def check(holds: bool, message: str) -> None:
+    """Refuse a stage's parameter."""
+    if not holds:
+        from fedloom.errors import MethodError
+
+        raise MethodError(message)
+
+
+def zeros(setup: Setup) -> Tensor:
+    """A vector [P] of zeros where the model lives."""
+    return torch.zeros_like(setup.start)
+
+
+def scalar(value: Any) -> Tensor:
+    """A counter or measure as state: float64 on the CPU."""
+    return torch.tensor(float(value), dtype=torch.float64)

@@ -1,0 +1,127 @@
+"""What is learned: a model as a function of a flat vector, and one loss per sample."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fedloom.errors import ConfigError, ModelError, nearest
+from fedloom.federation import Federation
+from fedloom.local import Local
+from fedloom.space import Buffers, Space, buffers_of
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """One loss per sample; positions of a sequence are averaged."""
+    losses = F.cross_entropy(outputs, targets.long(), reduction="none")
+    return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its space and its loss, on one device. The module itself stays as it is: parameters come as vectors."""
+
+    model: nn.Module
+    space: Space
+    loss: Loss
+    precision: Precision = "auto"
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Loss | None, device: torch.device, precision: Precision) -> "Task":
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+        if precision not in ("auto", "fp32", "bf16"):
+            raise ConfigError(f"unknown precision {precision!r}: {nearest(str(precision), ('auto', 'fp32', 'bf16'))}")
+        own = copy.deepcopy(model).to(device)
+        return cls(own, Space.of(own), loss or cross_entropy, precision)
+
+    def outputs(self, flat: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
+        """The model's outputs under these parameters [P]; batch-norm statistics in `buffers` are updated in place."""
+        state = {**self.space.split(flat), **buffers}
+        with self._autocast(flat.device):
+            outputs: Tensor = functional_call(self.model, state, (x,))
+        for name in buffers:  # a module may have replaced a buffer instead of writing into it
+            buffers[name] = state[name]
+        return outputs.to(flat.dtype) if outputs.is_floating_point() else outputs
+
+    def losses(self, flat: Tensor, buffers: Buffers, x: Tensor, y: Tensor) -> Tensor:
+        """One loss per sample [B]."""
+        return self.loss(self.outputs(flat, buffers, x), y)
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+
+
+def check_fit(task: Task, federation: Federation, local: Local) -> None:
+    """Refuse at the door what would fail, or mean nothing, in the middle of a run."""
+    sizes = federation.sizes
+    if local.batch_size is not None and local.last_batch == "drop" and int(sizes.min()) < local.batch_size:
+        client = int(sizes.argmin())
+        raise ModelError(
+            f"client {client} has {int(sizes[client])} samples, fewer than batch_size={local.batch_size}, and would "
+            "never train with last_batch='drop'; choose last_batch='keep' or 'bootstrap'"
+        )
+    x, y = federation.x[:2], federation.y[:2]
+    task.model.train()
+    flat = task.space.flatten(task.model)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=_devices(flat.device)):
+            outputs = task.outputs(flat, buffers_of(task.model), x)
+    except Exception as error:
+        shape = tuple(x.shape[1:])
+        raise ModelError(f"the model can't read samples of shape {shape} and dtype {x.dtype}: {error}") from error
+    if task.loss is cross_entropy:
+        _check_labels(federation, outputs)
+    try:
+        losses = task.loss(outputs, y)
+    except Exception as error:
+        raise ModelError(
+            f"the loss can't compare outputs of shape {tuple(outputs.shape)} with targets of shape {tuple(y.shape)} "
+            f"and dtype {y.dtype}: {error}"
+        ) from error
+    if not isinstance(losses, Tensor) or losses.shape != (len(x),):
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ModelError(
+            f"the loss must return one value per sample, shape ({len(x)},) for {len(x)} samples, not {found}; "
+            "leave the mean out (reduction='none')"
+        )
+    _check_single_samples(task, federation, local)
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _check_labels(federation: Federation, outputs: Tensor) -> None:
+    if federation.classes is None:
+        raise ModelError("cross-entropy needs whole-number class labels, but the targets are floats; pass loss=")
+    columns = outputs.shape[1] if outputs.dim() > 1 else 1
+    if federation.classes > columns:
+        raise ModelError(f"the data have {federation.classes} classes, but the model has {columns} outputs")
+
+
+def _check_single_samples(task: Task, federation: Federation, local: Local) -> None:
+    """Batch norm has no statistics over one value per channel."""
+    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in task.model.modules()):
+        return
+    alone = next((k for k, n in enumerate(federation.sizes.tolist()) if 1 in local.batch_lengths(n)), None)
+    if alone is None:
+        return
+    flat = task.space.flatten(task.model)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=_devices(flat.device)):
+            task.outputs(flat, buffers_of(task.model), federation.x[:1])
+    except ValueError:
+        raise ModelError(
+            f"client {alone} has {int(federation.sizes[alone])} samples and so a batch of one, which batch norm can't "
+            "train on; choose last_batch='drop' or 'bootstrap', or another batch_size"
+        ) from None
