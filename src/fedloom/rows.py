@@ -25,7 +25,8 @@ class Rows:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Sum of weights_k times row k: [P]."""
-        return torch.mv(self.matrix.T, weights.to(self.matrix))
+        total: Tensor = torch.mv(self.matrix.T, weights.to(self.matrix))  # a matrix-vector product keeps full precision
+        return total
 
     def squares(self) -> Tensor:
         """Squared norm of each row: [K]."""

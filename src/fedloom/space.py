@@ -53,7 +53,7 @@ class Space:
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a vector [P] by name. One `split` for all: slicing one by one makes the backward pass quadratic."""
-        pieces = torch.split(flat, self.sizes)
+        pieces = torch.split(flat, list(self.sizes))
         return {name: p.view(shape) for name, p, shape in zip(self.names, pieces, self.shapes, strict=True)}
 
     def load(self, model: nn.Module, flat: Tensor, buffers: Mapping[str, Tensor]) -> None:
