@@ -5,11 +5,14 @@
 >>> result = fl.fit(fl.model("mlp", federation), federation, "fedprox(mu=0.1)", rounds=2)
 """
 
+from fedloom.data.catalogue import load
 from fedloom.errors import ConfigError, DataError, FedloomError, MethodError, ModelError, RunError
+from fedloom.experiment.folder import Run, load_run
 from fedloom.federation import Federation, Holdout
 from fedloom.fit import STOP, Event, Result, fit
 from fedloom.local import Local
 from fedloom.method import Method, list_methods, register
+from fedloom.models.catalogue import model
 
 __version__ = "0.1.0"
 
@@ -26,9 +29,13 @@ __all__ = [
     "MethodError",
     "ModelError",
     "Result",
+    "Run",
     "RunError",
     "__version__",
     "fit",
     "list_methods",
+    "load",
+    "load_run",
+    "model",
     "register",
 ]

@@ -111,59 +111,34 @@ def fit(
     >>> [row["round"] for row in result.history]
     [1, 2]
     """
-    _check_count("rounds", rounds)
-    _check_count("eval_every", eval_every)
-    _check_count("checkpoint_every", checkpoint_every)
-    if patience is not None:
-        _check_count("patience", patience)
-        if federation.validation is None:
-            raise ConfigError("patience needs validation data: clients or a set that is held out from training")
-    if resume and checkpoint is None:
-        raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
-    simulation = Simulation.of(
+    training = Training(
         model,
         federation,
-        Method(method),
+        method,
+        rounds=rounds,
         clients_per_round=clients_per_round,
         local=local or Local(),
         loss=loss,
         metric=metric,
+        eval_every=eval_every,
+        patience=patience,
+        min_gain=min_gain,
         engine=engine,
         device=device,
         precision=precision,
         seed=seed,
         availability=availability,
         dropout_rate=dropout_rate,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
     )
-    run = _Run(simulation, Best(patience, min_gain), None if checkpoint is None else Path(checkpoint))
-    if resume:
-        run.resume()
-    stopped = "rounds"
-    with simulation.numerics():
-        while run.state.round < rounds:
-            last = run.state.round + 1 == rounds
-            outcome = run.round(evaluate=last or (run.state.round + 1) % eval_every == 0)
-            if _call(callbacks, run, outcome, rounds):
-                stopped = "callback"
-            elif run.best.tired:
-                stopped = "patience"
-            if stopped != "rounds" or last or run.state.round % checkpoint_every == 0:
-                run.save()
-            if stopped != "rounds":
-                break
-    return Result(run.state.theta, run.model(model), run.history, stopped)
+    return training.run(callbacks)
 
 
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
-def _call(callbacks: Sequence[Callback], run: "_Run", outcome: Outcome, rounds: int) -> bool:
-    """Tell every callback; True if one wants to stop."""
-    updates = outcome.record.updates if outcome.record else None
-    event = Event(run.state.round, rounds, run.state.theta, run.history[-1], updates)
-    return STOP in [callback(event) for callback in callbacks]
 
 
 @dataclass
@@ -188,15 +163,64 @@ class Best:
         return self.patience is not None and self.waited >= self.patience
 
 
-class _Run:
-    """A run on its way: the state after the last whole round, and the history."""
+class Training:
+    """A run on its way: the state after the last whole round, and the history. Making one checks every setting."""
 
-    def __init__(self, simulation: Simulation, best: Best, folder: Path | None) -> None:
-        self.simulation = simulation
-        self.best = best
-        self.folder = folder
-        self.state = simulation.begin()
+    def __init__(
+        self,
+        model: nn.Module,
+        federation: Federation,
+        method: str | Method,
+        *,
+        rounds: int,
+        eval_every: int = 1,
+        patience: int | None = None,
+        min_gain: float = 0.0,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 10,
+        resume: bool = False,
+        **settings: Any,
+    ) -> None:
+        _check_count("rounds", rounds)
+        _check_count("eval_every", eval_every)
+        _check_count("checkpoint_every", checkpoint_every)
+        if patience is not None:
+            _check_count("patience", patience)
+            if federation.validation is None:
+                raise ConfigError("patience needs validation data: clients or a set that is held out from training")
+        if resume and checkpoint is None:
+            raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
+        self.given = model
+        self.rounds, self.eval_every, self.checkpoint_every = rounds, eval_every, checkpoint_every
+        self.best = Best(patience, min_gain)
+        self.folder = None if checkpoint is None else Path(checkpoint)
+        self.simulation = Simulation.of(model, federation, Method(method), **settings)
+        self.state = self.simulation.begin()
         self.history: list[dict[str, Any]] = []
+        if resume:
+            self.resume()
+
+    def run(self, callbacks: Sequence[Callback] = ()) -> Result:
+        """Play the rounds that are left."""
+        stopped = "rounds"
+        with self.simulation.numerics():
+            while self.state.round < self.rounds and stopped == "rounds":
+                number = self.state.round + 1
+                last = number == self.rounds
+                outcome = self.round(evaluate=last or number % self.eval_every == 0)
+                if self._call(callbacks, outcome):
+                    stopped = "callback"
+                elif self.best.tired:
+                    stopped = "patience"
+                if stopped != "rounds" or last or number % self.checkpoint_every == 0:
+                    self.save()
+        return Result(self.state.theta, self.model(), self.history, stopped)
+
+    def _call(self, callbacks: Sequence[Callback], outcome: Outcome) -> bool:
+        """Tell every callback; True if one wants to stop."""
+        updates = outcome.record.updates if outcome.record else None
+        event = Event(self.state.round, self.rounds, self.state.theta, self.history[-1], updates)
+        return STOP in [callback(event) for callback in callbacks]
 
     def round(self, evaluate: bool) -> Outcome:
         """Play one round and add its line to the history."""
@@ -238,12 +262,12 @@ class _Run:
             **outcome.metrics,
         }
 
-    def model(self, given: nn.Module) -> nn.Module:
+    def model(self) -> nn.Module:
         """The deployable model, where the given one lives."""
         theta, buffers = self.best.theta, self.best.buffers
         if theta is None:
             theta, buffers = self.simulation.deployed(self.state), self.state.buffers
-        deployable = copy.deepcopy(given)
+        deployable = copy.deepcopy(self.given)
         self.simulation.setup.space.load(deployable, theta, buffers)
         return deployable
 

@@ -16,7 +16,16 @@ A batch order can therefore be rebuilt outside Fedloom:
 True
 """
 
+from typing import Any
+
 from numpy.random import Generator, SeedSequence, default_rng
+
+from fedloom.errors import ConfigError
+
+
+def check_seed(seed: Any) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed must be a whole number of at least 0, not {seed!r}")
 
 
 def sampler_rng(seed: int, work: int) -> Generator:

@@ -151,6 +151,12 @@ def list_methods() -> list[Entry[Made]]:
     return REGISTRY.entries()
 
 
+def filled_by(entry: Entry[Made]) -> list[str]:
+    """The stages that a method fills with its default parameters."""
+    make: Any = entry.make
+    return [make.kind] if isinstance(make, type) else Method(entry.name).fills
+
+
 @cache
 def load_methods() -> None:
     """Import the built-in methods, then those that installed packages offer."""

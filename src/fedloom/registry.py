@@ -93,53 +93,53 @@ class Registry(Generic[T]):
         return self.find(call.name).make(**call.named, **filled)
 
     def _checked(self, call: str, name: str, value: Any, hint: Any) -> Any:
-        fitted = _fit(value, hint)
-        if fitted is _MISFIT:
-            raise self.error(f"{call}({name}={show(value)}): {name} must be {_describe(hint)}")
+        fitted = fit_value(value, hint)
+        if fitted is MISFIT:
+            raise self.error(f"{call}({name}={show(value)}): {name} must be {describe(hint)}")
         return fitted
 
 
-_MISFIT = object()
+MISFIT = object()
 
 
 def _hints(make: Callable[..., Any]) -> Mapping[str, Any]:
     return typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
 
 
-def _fit(value: Any, hint: Any) -> Any:
-    """The value as the type hint wants it (an int where a float is wanted becomes one), or _MISFIT."""
+def fit_value(value: Any, hint: Any) -> Any:
+    """The value as the type hint wants it (an int where a float is wanted becomes one), or MISFIT."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
     if origin in (typing.Union, UnionType):
-        fitted = (_fit(value, choice) for choice in inner)
-        return next((f for f in fitted if f is not _MISFIT), _MISFIT)
+        fitted = (fit_value(value, choice) for choice in inner)
+        return next((f for f in fitted if f is not MISFIT), MISFIT)
     if origin is typing.Literal:
-        return value if value in inner and type(value) in {type(i) for i in inner} else _MISFIT
+        return value if value in inner and type(value) in {type(i) for i in inner} else MISFIT
     if origin is tuple:  # tuple[X, ...]: a list in text
         if not isinstance(value, list | tuple):
-            return _MISFIT
-        items = tuple(_fit(item, inner[0]) for item in value)
-        return _MISFIT if any(item is _MISFIT for item in items) else items
+            return MISFIT
+        items = tuple(fit_value(item, inner[0]) for item in value)
+        return MISFIT if any(item is MISFIT for item in items) else items
     if hint in (None, NoneType):
-        return None if value is None else _MISFIT
+        return None if value is None else MISFIT
     if isinstance(value, bool) and hint is not bool:
-        return _MISFIT
+        return MISFIT
     if hint is float and isinstance(value, int | float):
         try:
             return float(value)
         except OverflowError:
-            return _MISFIT
-    return value if isinstance(value, hint) else _MISFIT
+            return MISFIT
+    return value if isinstance(value, hint) else MISFIT
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, UnionType):
-        return " or ".join(_describe(choice) for choice in inner)
+        return " or ".join(describe(choice) for choice in inner)
     if origin is typing.Literal:
         return " or ".join(show(choice) for choice in inner)
     if origin is tuple:
-        return f"a list, each {_describe(inner[0])}"
+        return f"a list, each {describe(inner[0])}"
     names = {float: "a number", int: "a whole number", str: "a text", bool: "True or False", NoneType: "None"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))

@@ -28,10 +28,6 @@ class Rows:
         total: Tensor = torch.mv(self.matrix.T, weights.to(self.matrix))  # a matrix-vector product keeps full precision
         return total
 
-    def squares(self) -> Tensor:
-        """Squared norm of each row: [K]."""
-        return torch.linalg.vector_norm(self.matrix, dim=1).square()
-
     def select(self, keep: Tensor) -> "Rows":
         """The rows at these positions, in this order."""
         return Rows(self.matrix[keep.to(self.matrix.device)])

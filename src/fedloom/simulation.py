@@ -11,6 +11,7 @@ from fedloom.engines.choose import Engine, choose_engine
 from fedloom.errors import ConfigError
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
+from fedloom.keys import check_seed
 from fedloom.local import Local
 from fedloom.method import Method, Pipeline
 from fedloom.population import Absence, Availability, Population
@@ -54,8 +55,7 @@ class Simulation:
         place = find_device(device)
         task = Task.of(model, loss, place, precision)
         name, score = find_metric(metric)
-        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            raise ConfigError(f"seed must be a whole number of at least 0, not {seed!r}")
+        check_seed(seed)
         moved = federation.to(place, task.space.dtype)
         setup = Setup(
             space=task.space,

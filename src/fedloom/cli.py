@@ -1,0 +1,246 @@
+"""The command line: `fedloom run`, `compare`, `methods`, `data`, `evaluate`."""
+
+import dataclasses
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedloom.errors import ConfigError, FedloomError, RunError
+from fedloom.experiment.config import RunConfig, read_config
+from fedloom.experiment.folder import CONFIG, MODEL, load_run, write_model, write_text
+
+app = typer.Typer(
+    help="Federated learning on client data that differ.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # they would print the data
+)
+out, err = Console(), Console(stderr=True)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; written options win.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds.")]
+
+
+def with_settings(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option per setting of a run; it receives those that were written as a dict."""
+    hints = typing.get_type_hints(RunConfig)
+    settings = {field.name: field for field in dataclasses.fields(RunConfig) if field.name not in without}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(**options: Any) -> None:
+            written = {name: options.pop(name) for name in settings}
+            read = {name: _read(value) for name, value in written.items() if value is not None}
+            command(read, **options)
+
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "written"]
+        shared = []
+        for name, field in settings.items():
+            option = typer.Option(help=field.metadata["about"], show_default=str(field.default))
+            plain: Any = {int: int | None, float: float | None, bool: bool | None}.get(hints[name], str | None)
+            hint: Any = Annotated[plain, option]
+            shared.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
+        return wrapper
+
+    return decorate
+
+
+def _read(value: Any) -> Any:
+    """What was written, as a config file would read it: a number, none, or a text."""
+    if not isinstance(value, str):
+        return value
+    for read in (int, float):
+        try:
+            return read(value)
+        except ValueError:
+            pass
+    return None if value.lower() == "none" else value
+
+
+@app.command()
+@with_settings()
+def run(
+    written: dict[str, Any],
+    config: ConfigFile = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the run.")] = Path("runs/run"),
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+) -> None:
+    """Train one model with one method."""
+    from fedloom.experiment.progress import Watch
+    from fedloom.experiment.run import start_run
+
+    settings = _settings(written, config, folder, overwrite, resume)
+    if resume and (folder / MODEL).exists():
+        out.print(f"{folder} holds a finished run: nothing is left to do", soft_wrap=True)
+        return
+    with Watch(settings.rounds, err) as watch:
+        callback = watch.callback(settings.method, settings.metric)
+        done = start_run(settings, folder, overwrite=overwrite, resume=resume, callbacks=[callback])
+    last = done.history[-1]
+    names = [name for name in (f"test_{settings.metric}", "test_loss") if last.get(name) is not None]
+    shown = ", ".join(f"{name} {last[name]:.4f}" for name in names)
+    out.print(f"{settings.method}: round {last['round']}, {shown}", soft_wrap=True, highlight=False)
+    _write_page(folder, "run_page", done)
+
+
+@app.command()
+@with_settings("method")
+def compare(
+    written: dict[str, Any],
+    methods: Annotated[list[str], typer.Argument(help="The methods; the first is the baseline.")],
+    config: ConfigFile = None,
+    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
+    target: Annotated[
+        float | None, typer.Option(help="Metric to reach.", show_default="95% of the baseline's mean")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the comparison.")] = Path("runs/compare"),
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+) -> None:
+    """Compare methods on equal terms: same data, same starting models, same number of Works."""
+    from fedloom.experiment.compare import compare as run_all
+    from fedloom.report.table import csv_text, table
+
+    settings = _settings(written, config, folder, overwrite, resume)
+    done = run_all(
+        settings, methods, folder, seeds=seeds, console=err, target=target, overwrite=overwrite, resume=resume
+    )
+    out.print(table(done))
+    write_text(folder / "table.csv", csv_text(done))
+    _write_page(folder, "comparison_page", done)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods: the stages that each fills, its parameters with defaults, its paper."""
+    from fedloom.method import filled_by, list_methods
+
+    shown = Table("method", "fills", "what it does", "paper", box=None, pad_edge=False)
+    shown.columns[0].overflow = "fold"
+    for entry in list_methods():
+        fills = ", ".join(filled_by(entry)) or "what is written"
+        shown.add_row(entry.signature, fills, entry.about, entry.paper)
+    out.print(shown)
+
+
+@app.command()
+def data() -> None:
+    """List the data sets and the partitions."""
+    from fedloom.data.catalogue import CATALOGUE
+    from fedloom.data.partition import partitioners
+
+    sets = Table("data set", "train / test", "classes", "licence", "what it is", box=None, pad_edge=False)
+    for entry in CATALOGUE.values():
+        samples = f"{entry.samples[0]:,} / {entry.samples[1]:,}"
+        sets.add_row(entry.name, samples, str(entry.classes), entry.licence, entry.about)
+    out.print(sets)
+    out.print()
+    ways = Table("partition", "what it does", box=None, pad_edge=False)
+    for way in partitioners():
+        ways.add_row(way.signature, way.about)
+    out.print(ways)
+
+
+@app.command()
+def evaluate(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    metric: Annotated[str | None, typer.Option(help="accuracy, f1 or auc.", show_default="as in the run")] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the deployable model: .safetensors (weights) or .pt2 (a program).")
+    ] = None,
+) -> None:
+    """Measure a run's deployable model on the test set, and export it."""
+    from fedloom.evaluate import Evaluator, find_metric
+    from fedloom.simulation import find_device
+    from fedloom.space import buffers_of
+    from fedloom.task import Task
+
+    found = load_run(run_folder)
+    federation, model = found.federation(), found.model()
+    name, score = find_metric(metric or found.config.metric)
+    task = Task.of(model, None, find_device("cpu"), "auto")
+    if federation.test is None:
+        raise RunError(f"{found.config.data} has no test set")
+    test = federation.test.to(find_device("cpu"), task.space.dtype)
+    measured = Evaluator(task, name, score).measure(task.space.flatten(model), buffers_of(model), test, "test")
+    for key, value in measured.items():
+        out.print(f"{key} {value:.6f}", highlight=False)
+    if export is not None:
+        _export(
+            model,
+            federation.x[:2].to(task.space.dtype) if federation.x.is_floating_point() else federation.x[:2],
+            export,
+        )
+        out.print(f"wrote {export}", soft_wrap=True, highlight=False)
+
+
+def _export(model: Any, example: Any, path: Path) -> None:
+    import torch
+
+    if path.suffix == ".safetensors":
+        write_model(path, model)
+    elif path.suffix == ".pt2":
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
+        torch.export.save(program, path)
+    else:
+        raise ConfigError(f"--export {path}: the name must end in .safetensors or .pt2")
+
+
+def _settings(written: dict[str, Any], config: Path | None, folder: Path, overwrite: bool, resume: bool) -> RunConfig:
+    """Defaults, then the config file (or what a resumed folder was begun with), then what was written."""
+    if overwrite and resume:
+        raise ConfigError("--overwrite and --resume exclude each other")
+    base = RunConfig()
+    if resume and (folder / CONFIG).is_file():
+        base = base.change(read_config(folder / CONFIG))
+    if config is not None:
+        base = base.change(read_config(config))
+    return base.change(written)
+
+
+def _write_page(folder: Path, kind: str, content: Any) -> None:
+    try:
+        from fedloom.report import page
+    except ImportError as error:
+        out.print(f"no report.html was written: {error}", soft_wrap=True)
+        return
+    write_text(folder / "report.html", getattr(page, kind)(content))
+    out.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 2 bad input, 130 interrupted."""
+    try:
+        code = app(standalone_mode=False)
+    except FedloomError as error:
+        _complain(str(error))
+        code = 2
+    except click.exceptions.NoArgsIsHelpError as error:
+        out.print(error.format_message(), markup=False)
+        code = 0
+    except click.ClickException as error:
+        _complain(error.format_message())
+        code = 2
+    except (KeyboardInterrupt, click.Abort):
+        _complain("interrupted; continue with --resume")
+        code = 130
+    sys.exit(code)
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"fedloom: {' '.join(message.split())}\n")

@@ -1,0 +1,1 @@
+"""Runs as folders: config, run, comparison."""

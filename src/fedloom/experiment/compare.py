@@ -1,0 +1,134 @@
+"""Many methods on equal terms: the same data, the same models to start from, the same number of Works."""
+
+import hashlib
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from fedloom.errors import ConfigError
+from fedloom.experiment.config import RunConfig
+from fedloom.experiment.folder import CONFIG, MODEL, Run, claim, write_text
+from fedloom.experiment.progress import Watch
+from fedloom.experiment.run import start_run
+from fedloom.method import Method
+from fedloom.simulation import cohort_size
+
+BASELINE_SHARE = 0.95  # without a target: how soon is a method as good as this share of the baseline's end?
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's line of the table, over all seeds."""
+
+    method: str
+    runs: list[Run]
+    metric: str
+    target: float | None = None
+
+    @property
+    def finals(self) -> list[float]:
+        return [_final(run, self.metric) for run in self.runs]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.finals)
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over seeds (n - 1); None for a single seed."""
+        return statistics.stdev(self.finals) if len(self.finals) > 1 else None
+
+    @property
+    def works_to_target(self) -> float | None:
+        """Works until the target was first reached, on average over seeds; None if a seed never reached it."""
+        reached = [_works_to(run, self.metric, self.target) for run in self.runs]
+        return None if None in reached else statistics.fmean(r for r in reached if r is not None)
+
+    @property
+    def works(self) -> float:
+        return statistics.fmean(run.history[-1]["works"] for run in self.runs)
+
+    @property
+    def uplink(self) -> float:
+        return statistics.fmean(run.history[-1]["uplink_bytes"] for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of `compare`."""
+
+    folder: Path
+    config: RunConfig
+    rows: list[Row]
+    target: float
+    seeds: int
+
+
+def rounds_for(method: Method, config: RunConfig) -> int:
+    """How many aggregations cost as many Works per client slot as `config.rounds` synchronous rounds."""
+    works = method.pipeline().schedule.stage.works(cohort_size(config.per_round, config.clients))
+    return max(1, int(config.rounds / works + 1e-9))
+
+
+def compare(
+    config: RunConfig,
+    methods: Sequence[str],
+    folder: Path,
+    *,
+    seeds: int,
+    console: Console,
+    target: float | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> Comparison:
+    """Run every method with every seed; finished runs are read back under `resume`. Seed s also deals out the data
+    and draws the starting model, the same for all methods.
+    """
+    if seeds < 1:
+        raise ConfigError(f"seeds must be at least 1, not {seeds}")
+    texts = [Method(text).text for text in methods]
+    if len(set(texts)) < len(texts):
+        twice = next(text for text in texts if texts.count(text) > 1)
+        raise ConfigError(f"{twice} stands in the comparison twice")
+    plans = [replace(config, method=text, rounds=rounds_for(Method(text), config)) for text in texts]
+    claim(folder, overwrite, resume)
+    write_text(folder / CONFIG, config.yaml())
+    with Watch(sum(plan.rounds for plan in plans) * seeds, console) as progress:
+        rows = []
+        for plan in plans:
+            runs = []
+            for seed in range(config.seed, config.seed + seeds):
+                where = folder / slug(plan.method) / f"seed-{seed}"
+                if resume and (where / MODEL).exists():
+                    progress.skip(plan.rounds)
+                label = f"{plan.method} seed {seed}"
+                seeded = replace(plan, seed=seed)
+                callback = progress.callback(label, config.metric)
+                runs.append(start_run(seeded, where, resume=resume, callbacks=[callback]))
+            rows.append(Row(plan.method, runs, config.metric))
+    goal = BASELINE_SHARE * rows[0].mean if target is None else target
+    return Comparison(folder, config, [replace(row, target=goal) for row in rows], goal, seeds)
+
+
+def slug(text: str) -> str:
+    """A method as a folder name: readable, and different for different methods."""
+    plain = re.sub(r"[^A-Za-z0-9.=+-]+", "_", text).strip("_")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return plain if plain == text else f"{plain[:60]}-{digest}"
+
+
+def _final(run: Run, metric: str) -> float:
+    value = run.history[-1].get(f"test_{metric}")
+    return float("nan") if value is None else float(value)
+
+
+def _works_to(run: Run, metric: str, target: float | None) -> float | None:
+    for row in run.history:
+        value = row.get(f"test_{metric}")
+        if target is not None and value is not None and value >= target:
+            return float(row["works"])
+    return None

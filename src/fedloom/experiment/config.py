@@ -1,0 +1,112 @@
+"""Everything that a run needs, as one record that reads from and writes to YAML."""
+
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import ConfigError, nearest
+from fedloom.local import LastBatch, Local, Optimizer
+from fedloom.method import Method
+from fedloom.registry import MISFIT, describe, fit_value
+from fedloom.spec import show
+from fedloom.task import Precision
+
+
+def _setting(default: Any, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of one run. Each is a line of a config file and an option of the command line."""
+
+    data: str = _setting("digits", "Name of the data set (`fedloom data` lists them).")
+    partition: str = _setting("classes(per_client=2)", "How samples are dealt out to clients.")
+    clients: int = _setting(20, "Number of clients.")
+    per_round: int | float = _setting(10, "Clients in a round: a count, or a fraction such as 0.1.")
+    model: str = _setting("mlp", "Name of the model.")
+    method: str = _setting("fedavg", "The method, such as 'fedprox(mu=0.1)+fedadam' (`fedloom methods` lists them).")
+    rounds: int = _setting(50, "Rounds; in a comparison, Works per client slot.")
+    epochs: int = _setting(1, "Passes over the local data in a round.")
+    steps: int | None = _setting(None, "Exact number of local steps, in place of epochs.")
+    batch_size: int | None = _setting(32, "Samples in a batch; 'none' is the full batch.")
+    lr: float = _setting(0.01, "Local learning rate.")
+    momentum: float = _setting(0.0, "Local momentum.")
+    nesterov: bool = _setting(False, "Nesterov's momentum.")
+    weight_decay: float = _setting(0.0, "Local weight decay.")
+    optimizer: Optimizer = _setting("sgd", "Local optimiser: sgd, adam or adamw.")
+    clip_norm: float | None = _setting(None, "Clip local gradients to this norm.")
+    last_batch: LastBatch = _setting("keep", "A short last batch: keep, drop or bootstrap.")
+    metric: str = _setting("accuracy", "accuracy, f1 or auc.")
+    eval_every: int = _setting(1, "Rounds between evaluations.")
+    seed: int = _setting(0, "Seed of data, model and run; the first one of a comparison.")
+    engine: str = _setting("auto", "How cohorts are trained: auto or loop.")
+    device: str = _setting("auto", "auto, cpu or cuda.")
+    precision: Precision = _setting("auto", "auto (TF32 on a GPU), fp32 or bf16.")
+    availability: float | str | None = _setting(None, "Share of the time that clients are there, or a trace file.")
+    dropout_rate: float = _setting(0.0, "Share of the asked clients that fail to answer.")
+    checkpoint_every: int = _setting(10, "Rounds between checkpoints.")
+
+    @property
+    def local(self) -> Local:
+        return Local(**{name: getattr(self, name) for name in Local.names()})
+
+    def change(self, changes: Mapping[str, Any], where: Mapping[str, str] | None = None) -> "RunConfig":
+        """These settings with others in their place, checked; `where` says for each where it was read."""
+        hints = typing.get_type_hints(RunConfig)
+        checked = {}
+        for name, value in changes.items():
+            place = (where or {}).get(name, "")
+            if name not in hints:
+                raise ConfigError(f"{place}unknown setting {name!r}: {nearest(str(name), hints)}")
+            if name == "method" and isinstance(value, list):
+                value = Method(value).text
+            checked[name] = fit_value(value, hints[name])
+            if checked[name] is MISFIT:
+                raise ConfigError(f"{place}{name} must be {describe(hints[name])}, not {show(value)}")
+        changed = replace(self, **checked)
+        Method(changed.method)
+        _ = changed.local
+        return changed
+
+    def yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(asdict(self), sort_keys=False)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file; whatever is wrong with it is told with its line."""
+    import yaml
+
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} can't be read: {error}") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}{_line(error)}: {_problem(error)}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected lines of the form 'setting: value'")
+    lines: dict[str, str] = {}
+    for key, _ in node.value:
+        if key.value in lines:
+            raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {key.value!r} is set twice")
+        lines[str(key.value)] = f"{path}, line {key.start_mark.line + 1}: "
+    RunConfig().change(values, where=lines)
+    return values
+
+
+def _line(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f", line {mark.line + 1}" if mark else ""
+
+
+def _problem(error: Exception) -> str:
+    return str(getattr(error, "problem", None) or "this is no YAML").replace("\n", " ")

@@ -1,0 +1,147 @@
+"""A run's folder: config.yaml, metrics.jsonl, model.safetensors, checkpoint/, partition.npz, report.html."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from fedloom.data.catalogue import assemble, find_dataset
+from fedloom.errors import RunError
+from fedloom.experiment.config import RunConfig, read_config
+from fedloom.federation import Federation
+from fedloom.models import model as make_model
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CONFIG, METRICS, MODEL, PARTITION, CHECKPOINT = (
+    "config.yaml",
+    "metrics.jsonl",
+    "model.safetensors",
+    "partition.npz",
+    "checkpoint",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read back."""
+
+    folder: Path
+    config: RunConfig
+    history: list[dict[str, Any]]
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / MODEL).exists()
+
+    def frame(self) -> "pd.DataFrame":
+        import pandas as pd
+
+        return pd.DataFrame(self.history)
+
+    def federation(self) -> Federation:
+        """The data, dealt out as they were in the run."""
+        dataset = find_dataset(self.config.data)
+        path = self.folder / PARTITION
+        try:
+            with np.load(path, allow_pickle=False) as saved:
+                index, offsets = saved["index"], saved["offsets"]
+            dealt = [index[a:b] for a, b in pairwise(offsets)]
+            return assemble(dataset, dataset.read(), dealt)
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise RunError(f"{path} can't be read: {error}") from None
+
+    def model(self) -> nn.Module:
+        """The deployable model."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = self.folder / MODEL
+        if not path.exists():
+            raise RunError(f"{self.folder} holds no model yet: the run has not finished; continue it with --resume")
+        made = make_model(self.config.model, self.federation(), self.config.seed)
+        try:
+            made.load_state_dict(load_file(path))
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise RunError(f"{path} can't be read: {error}") from None
+        return made
+
+
+def load_run(folder: str | Path) -> Run:
+    """Read a run folder, finished or not."""
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise RunError(f"{folder} is no run folder: it has no {CONFIG}")
+    config = RunConfig().change(read_config(folder / CONFIG))
+    return Run(folder, config, _read_lines(folder / METRICS))
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number == len(lines):
+                break  # a run that was killed while it wrote the line
+            raise RunError(f"{path}, line {number} is no JSON") from None
+    return rows
+
+
+def claim(folder: Path, overwrite: bool, resume: bool) -> None:
+    """Take a folder for a new run, or refuse: nothing that is there is lost unless `overwrite` says so."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file; choose another --out")
+    if folder.is_dir() and any(folder.iterdir()) and not resume:
+        if not overwrite:
+            raise RunError(f"{folder} exists already; continue it with --resume or replace it with --overwrite")
+        if not (folder / CONFIG).is_file():
+            raise RunError(f"{folder} was not written by fedloom (it has no {CONFIG}), so --overwrite leaves it alone")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder} can't be made: {error.strerror}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside, then rename: a reader never sees half a file."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def write_partition(folder: Path, federation: Federation) -> None:
+    index, offsets = federation.index.cpu().numpy(), federation.offsets.cpu().numpy()
+    np.savez_compressed(folder / PARTITION, index=index, offsets=offsets)
+
+
+def write_model(path: Path, model: nn.Module) -> None:
+    from safetensors.torch import save_file
+
+    beside = path.with_name(f".{path.name}.part")
+    save_file({name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}, beside)
+    os.replace(beside, path)
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Strict JSON: what is not finite is null."""
+    return json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
