@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := ray,flower,text,tune,track,ui,privacy,dev
+
 # Small steps on many threads wait for each other; the tests and the demo run on one.
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
@@ -46,7 +46,7 @@ gpu:  ## tests/gpu on a CUDA machine, from src, nothing installed
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
 
 lock: $(STAMP)  ## resolve everything anew and write constraints.txt
-	$(BIN)/python benchmarks/../scripts/lock.py --write
+	$(BIN)/python scripts/lock.py --write
 
 lock-check:  ## does one resolution still hold all extras together?
 	$(PYTHON) scripts/lock.py

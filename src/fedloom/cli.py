@@ -24,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # they would print the data
 )
+INTERRUPTED = 130
 out, err = Console(), Console(stderr=True)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; written options win.")]
@@ -214,19 +215,21 @@ def _settings(written: dict[str, Any], config: Path | None, folder: Path, overwr
 
 
 def _write_page(folder: Path, kind: str, content: Any) -> None:
+    from fedloom.report import page
+
     try:
-        from fedloom.report import page
-    except ImportError as error:
-        out.print(f"no report.html was written: {error}", soft_wrap=True)
+        text = getattr(page, kind)(content)
+    except ModuleNotFoundError as error:
+        out.print(f"no report.html was written: it needs {error.name}", soft_wrap=True, highlight=False)
         return
-    write_text(folder / "report.html", getattr(page, kind)(content))
+    write_text(folder / "report.html", text)
     out.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
 
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad input, 130 interrupted."""
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False) or 0
     except FedloomError as error:
         _complain(str(error))
         code = 2
@@ -237,8 +240,9 @@ def main() -> None:
         _complain(error.format_message())
         code = 2
     except (KeyboardInterrupt, click.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # typer catches the signal itself inside of a command
         _complain("interrupted; continue with --resume")
-        code = 130
     sys.exit(code)
 
 

@@ -153,8 +153,8 @@ def list_methods() -> list[Entry[Made]]:
 
 def filled_by(entry: Entry[Made]) -> list[str]:
     """The stages that a method fills with its default parameters."""
-    make: Any = entry.make
-    return [make.kind] if isinstance(make, type) else Method(entry.name).fills
+    kind: str | None = getattr(entry.make, "kind", None)  # a stage's class, or a function that makes several
+    return [kind] if kind else Method(entry.name).fills
 
 
 @cache

@@ -32,7 +32,7 @@ class RunConfig:
     epochs: int = _setting(1, "Passes over the local data in a round.")
     steps: int | None = _setting(None, "Exact number of local steps, in place of epochs.")
     batch_size: int | None = _setting(32, "Samples in a batch; 'none' is the full batch.")
-    lr: float = _setting(0.01, "Local learning rate.")
+    lr: float = _setting(0.1, "Local learning rate.")
     momentum: float = _setting(0.0, "Local momentum.")
     nesterov: bool = _setting(False, "Nesterov's momentum.")
     weight_decay: float = _setting(0.0, "Local weight decay.")

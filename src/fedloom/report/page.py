@@ -11,6 +11,7 @@ from fedloom.experiment.folder import Run
 from fedloom.report.table import cells, headings
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
+NOTHING_FROM_OUTSIDE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1e28; --paper: #ffffff; --line: #d7dae2; --soft: #5c6370; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ee; --paper: #14161c; --line: #363b48; --soft: #9aa1ad; } }
@@ -29,9 +30,9 @@ FOLLOW_THE_PAGE = """
 const tone = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 function dress() {
   for (const plot of document.querySelectorAll(".plotly-graph-div")) {
-    const axis = { gridcolor: tone("--line"), zerolinecolor: tone("--line"), linecolor: tone("--line") };
-    Plotly.relayout(plot, { "font.color": tone("--ink"), "xaxis.gridcolor": axis.gridcolor,
-      "yaxis.gridcolor": axis.gridcolor, "xaxis.zerolinecolor": axis.gridcolor, "yaxis.zerolinecolor": axis.gridcolor,
+    const line = tone("--line");
+    Plotly.relayout(plot, { "font.color": tone("--ink"), "xaxis.gridcolor": line, "yaxis.gridcolor": line,
+      "xaxis.zerolinecolor": line, "yaxis.zerolinecolor": line,
       "hoverlabel.bgcolor": tone("--paper"), "hoverlabel.font.color": tone("--ink") });
   }
 }
@@ -80,6 +81,7 @@ def _page(title: str, config: RunConfig, table: str, groups: Sequence[tuple[str,
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+        f'<meta http-equiv="Content-Security-Policy" content="{NOTHING_FROM_OUTSIDE}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)} · Fedloom</title><style>{STYLE}</style><script>{get_plotlyjs()}</script></head>"
         f'<body><h1>{html.escape(title)}</h1><p class="setting">{html.escape(setting)}</p>{table}'
@@ -119,7 +121,9 @@ def _curve(heading: str, name: str, scale: float, unit: str, groups: Sequence[tu
         legend={"orientation": "h", "y": -0.18},
         showlegend=True,
     )
-    drawn = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    drawn = figure.to_html(
+        full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
+    )
     return f"<h2>{html.escape(heading)}</h2>{drawn}"
 
 

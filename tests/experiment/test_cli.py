@@ -1,0 +1,189 @@
+"""The command line as a user meets it: real processes, exit codes, one sentence on stderr."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import fedloom as fl
+from fedloom.cli import main
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+SMALL = ["--clients", "10", "--per-round", "4", "--model", "logistic", "--rounds", "4"]
+
+
+def fedloom(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from fedloom.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=120)
+
+
+def test_run_leaves_a_whole_folder(tmp_path: Path) -> None:
+    done = fedloom("run", *SMALL, "--method", "fedprox(mu=0.1)+fedadam", "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "r"
+    found = {p.name for p in folder.iterdir()}
+    assert found == {"config.yaml", "metrics.jsonl", "model.safetensors", "checkpoint", "partition.npz", "report.html"}
+    assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert "round 4/4" in done.stderr  # progress as plain lines where there is no terminal
+
+    run = fl.load_run(folder)
+    assert run.finished
+    federation = run.federation()
+    assert len(federation) == 10
+    model = run.model()
+    with torch.no_grad():
+        assert federation.test is not None
+        right = (model(federation.test.x).argmax(1) == federation.test.y).double().mean()
+    assert float(right) == run.history[-1]["test_accuracy"]
+
+    again = fedloom("run", "--config", "r/config.yaml", "--out", "again", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+    measured = fedloom("evaluate", "r", "--metric", "f1", "--export", "m.pt2", cwd=tmp_path)
+    assert measured.returncode == 0, measured.stderr
+    assert "test_f1" in measured.stdout
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    assert torch.equal(program(federation.test.x), model(federation.test.x))
+    weights = fedloom("evaluate", "r", "--export", "m.safetensors", cwd=tmp_path)
+    assert weights.returncode == 0
+    assert load_file(tmp_path / "m.safetensors").keys() == model.state_dict().keys()
+
+    refused = fedloom("run", *SMALL, "--out", "r", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "--resume" in refused.stderr
+    assert "--overwrite" in refused.stderr
+    finished = fedloom("run", "--out", "r", "--resume", cwd=tmp_path)
+    assert finished.returncode == 0
+    assert "finished" in finished.stdout
+
+
+def test_compare(tmp_path: Path) -> None:
+    arguments = ["compare", *SMALL, "--seeds", "2", "--out", "c", "fedavg", "fedprox(mu=0.1)"]
+    done = fedloom(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "fedprox(mu=0.1)" in done.stdout
+    assert "±" in done.stdout
+    assert "report.html" in done.stdout
+    runs = [fl.load_run(p.parent) for p in sorted((tmp_path / "c").glob("*/*/config.yaml"))]
+    assert len(runs) == 4
+    assert {run.history[-1]["works"] for run in runs} == {4.0}
+    lines = (tmp_path / "c/table.csv").read_text().splitlines()
+    assert len(lines) == 5
+    again = fedloom(*arguments, "--resume", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "c/table.csv").read_text().splitlines() == lines
+
+
+def test_interrupted_run_is_resumable(tmp_path: Path) -> None:
+    arguments = ["--clients", "10", "--model", "mlp", "--method", "fedadam", "--rounds", "60"]
+    whole = fedloom("run", *arguments, "--out", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-c", "from fedloom.cli import main; main()", "run", *arguments, "--out", "cut"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "cut/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130, message
+    assert "resume" in message
+    assert 3 <= metrics.read_text().count("\n") < 60
+    resumed = fedloom("run", "--out", "cut", "--resume", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert (tmp_path / "cut/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    changed = fedloom("run", *arguments, "--lr", "0.5", "--out", "cut", "--resume", cwd=tmp_path)
+    assert changed.returncode == 0  # it is finished
+
+
+def test_resume_refuses_another_run(tmp_path: Path) -> None:
+    assert fedloom("run", *SMALL, "--out", "r", cwd=tmp_path).returncode == 0
+    (tmp_path / "r/model.safetensors").unlink()
+    refused = fedloom("run", "--out", "r", "--resume", "--method", "fedadam", "--rounds", "9", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert 'method was "fedavg", now "fedadam"' in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--method", "fedprx"], "did you mean fedprox"),
+        (["run", "--method", "fedadam+fedavgm"], "fedadam and fedavgm both fill the server stage"),
+        (["run", "--lr", "fast"], "--lr"),
+        (["run", "--lr", "-1"], "lr must be"),
+        (["run", "--optimizer", "rmsprop"], "'sgd' or 'adam' or 'adamw'"),
+        (["run", "--per-round", "21"], "between 1 and the number of clients, 20"),
+        (["run", "--per-round", "x"], "per_round must be a whole number or a number"),
+        (["run", "--clients", "9999"], "can't share"),
+        (["run", "--overwrite", "--resume"], "exclude each other"),
+        (["run", "--config", "missing.yaml"], "missing.yaml can't be read"),
+        (["run", "--config", "broken.yaml"], "broken.yaml, line 3:"),
+        (["run", "--config", "typo.yaml"], "typo.yaml, line 2: unknown setting 'lrr': did you mean lr"),
+        (["run", "--config", "kind.yaml"], "kind.yaml, line 2: rounds must be a whole number, not 'many'"),
+        (["run", "--config", "twice.yaml"], "twice.yaml, line 2: 'lr' is set twice"),
+        (["run", "--config", "list.yaml"], "list.yaml: expected lines"),
+        (["compare"], "Missing argument"),
+        (["compare", "fedavg", "fedavg"], "twice"),
+        (["compare", "fedavg", "--seeds", "0"], "seeds must be at least 1"),
+        (["compare", "fedavg", "--method", "fedprox"], "No such option"),
+        (["evaluate", "nowhere"], "no run folder"),
+        (["walk"], "No such command"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "broken.yaml").write_text("lr: 0.1\nrounds: 3\n\tmethod: fedavg\n")
+    (tmp_path / "typo.yaml").write_text("rounds: 3\nlrr: 0.1\n")
+    (tmp_path / "kind.yaml").write_text("lr: 0.1\nrounds: many\n")
+    (tmp_path / "twice.yaml").write_text("lr: 0.1\nlr: 0.2\n")
+    (tmp_path / "list.yaml").write_text("- lr\n")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fedloom", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert words in said.err
+    assert said.err.startswith("fedloom: ")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert sorted(tmp_path.iterdir()) == before  # nothing was written
+
+
+def test_overwrite_leaves_strange_folders_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/thesis.tex").write_text("x")
+    refused = fedloom("run", *SMALL, "--out", "precious", "--overwrite", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "not written by fedloom" in refused.stderr
+    assert (tmp_path / "precious/thesis.tex").exists()
+
+
+def test_method_as_a_list_in_a_config(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"method": [{"fedprox": {"mu": 0.1}}, "fedadam"], "rounds": 1}))
+    done = fedloom("run", "--config", "c.yaml", "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert fl.load_run(tmp_path / "r").config.method == "fedprox(mu=0.1)+fedadam"
+
+
+@pytest.mark.parametrize("arguments", [["methods"], ["data"], ["--help"], ["run", "--help"], []])
+def test_lists_and_help(arguments: list[str], tmp_path: Path) -> None:
+    done = fedloom(*arguments, cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert len(done.stdout) > 100
