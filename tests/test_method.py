@@ -1,7 +1,11 @@
 """Methods join with `+`; what can't be joined says why."""
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +18,7 @@ EXAMPLES = {"fixed": "fixed(cohorts=[[0]])", "fedavg": "fedavg(lr=0.5)"}
 TEXTS = {e.name: EXAMPLES.get(e.name, e.name) for e in fl.list_methods()}
 
 
-@pytest.mark.parametrize(("a", "b"), itertools.combinations(TEXTS.values(), 2))
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(TEXTS.values(), 2)))
 def test_every_pair_joins_or_names_the_stage(a: str, b: str) -> None:
     shared = set(fl.Method(a).fills) & set(fl.Method(b).fills) & set(SINGLE)
     if not shared:
@@ -120,3 +124,24 @@ def test_every_method_says_what_it_is() -> None:
         if not entry.name.startswith(("test-", "doctest-")):
             assert entry.about.endswith("."), entry.name
             assert filled_by(entry) or entry.name == "fedavg"
+
+
+def test_installed_packages_bring_methods(tmp_path: Path) -> None:
+    package = tmp_path / "guest-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[fedloom.methods]\nguest = guest_methods\n")
+    (tmp_path / "guest_methods.py").write_text(
+        "import fedloom as fl\n"
+        "from dataclasses import dataclass\n"
+        "from fedloom.stages import Client\n"
+        "@fl.register('guest')\n"
+        "@dataclass(frozen=True)\n"
+        "class Guest(Client):\n"
+        "    '''A guest.'''\n"
+    )
+    code = "import fedloom as fl; print((fl.Method('guest') + fl.Method('fedadam')).fills)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "['client', 'server']", done.stderr

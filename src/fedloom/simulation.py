@@ -20,6 +20,8 @@ from fedloom.space import buffers_of
 from fedloom.stages import Setup, Updates, Work
 from fedloom.task import Loss, Precision, Task, check_fit
 
+ONE_THREAD_BELOW = 20_000_000  # parameters x batch: below, a step is too short to be shared among threads
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -130,13 +132,19 @@ class Simulation:
 
     @contextmanager
     def numerics(self) -> Iterator[None]:
-        """On a GPU matrices multiply in TF32 unless fp32 was asked for; the setting is put back after the run."""
-        before = torch.get_float32_matmul_precision()
+        """On a GPU matrices multiply in TF32 unless fp32 was asked for; on a CPU small steps run on one thread, since
+        several would mostly wait for each other. Both settings are put back after the run.
+        """
+        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
         torch.set_float32_matmul_precision("highest" if self.task.precision == "fp32" else "high")
+        batch = self.setup.local.batch_size or int(self.setup.sizes.max())
+        if self.setup.space.size * batch < ONE_THREAD_BELOW:
+            torch.set_num_threads(1)
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_num_threads(threads)
 
 
 def find_device(device: str | torch.device) -> torch.device:
