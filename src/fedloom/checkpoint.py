@@ -88,6 +88,11 @@ def load(folder: Path, identity: Mapping[str, Any], device: torch.device) -> Sav
     return None
 
 
+def exist(folder: Path) -> bool:
+    """Are there any, whole or not?"""
+    return bool(_checkpoints(folder))
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("round-*"), reverse=True) if folder.is_dir() else []
 

@@ -27,7 +27,8 @@ def predicted(outputs: Tensor) -> Tensor:
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
     """Share of targets that are predicted."""
-    return float((predicted(outputs) == targets).double().mean())
+    guesses = predicted(outputs)
+    return float((guesses == targets.reshape(guesses.shape)).double().mean())
 
 
 def f1(outputs: Tensor, targets: Tensor) -> float:
@@ -42,13 +43,15 @@ def f1(outputs: Tensor, targets: Tensor) -> float:
 
 def auc(outputs: Tensor, targets: Tensor) -> float:
     """Area under the ROC curve; over more than two classes the mean of one against the rest. nan if one is missing."""
-    scores, truth = outputs.double().cpu(), targets.cpu().numpy()
+    scores, truth = outputs.double().cpu(), targets.reshape(len(targets)).cpu().numpy()
     if scores.dim() == 1 or scores.shape[1] == 1:
         return _binary_auc(scores.reshape(-1).numpy(), truth == 1)
-    scores = scores.softmax(1)
     if scores.shape[1] == 2:
-        return _binary_auc(scores[:, 1].numpy(), truth == 1)
-    areas = [_binary_auc(scores[:, c].numpy(), truth == c) for c in np.unique(truth)]
+        return _binary_auc((scores[:, 1] - scores[:, 0]).numpy(), truth == 1)
+    areas = []
+    for c in np.unique(truth):  # log-odds of c: they order as its probability does, and never saturate
+        others = torch.cat([scores[:, :c], scores[:, c + 1 :]], 1).logsumexp(1)
+        areas.append(_binary_auc((scores[:, c] - others).numpy(), truth == c))
     return float(np.mean(areas))
 
 

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import checkpoint as checkpoints
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, RunError
 from fedloom.evaluate import Score
 from fedloom.federation import Federation
 from fedloom.local import Local
@@ -153,7 +154,12 @@ class Best:
     buffers: Buffers = field(default_factory=dict)
 
     def see(self, score: float, theta: Tensor, buffers: Buffers) -> None:
-        if self.score is None or score > self.score + self.min_gain * abs(self.score):
+        """An undefined score is worse than any other."""
+        score = -math.inf if math.isnan(score) else score
+        needed = self.score
+        if needed is not None and math.isfinite(needed):
+            needed += self.min_gain * abs(needed)
+        if needed is None or score > needed:
             self.score, self.waited, self.theta, self.buffers = score, 0, theta, buffers
         else:
             self.waited += 1
@@ -161,6 +167,10 @@ class Best:
     @property
     def tired(self) -> bool:
         return self.patience is not None and self.waited >= self.patience
+
+
+def _nested(buffers: Buffers) -> Buffers:
+    return {f"buffers/{name}": value for name, value in buffers.items()}
 
 
 class Training:
@@ -202,8 +212,12 @@ class Training:
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Result:
         """Play the rounds that are left."""
+        if not self.history and self.folder is not None and checkpoints.exist(self.folder):
+            raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
         stopped = "rounds"
         with self.simulation.numerics():
+            if self.best.tired:
+                stopped = "patience"
             while self.state.round < self.rounds and stopped == "rounds":
                 number = self.state.round + 1
                 last = number == self.rounds
@@ -274,7 +288,7 @@ class Training:
     def save(self) -> None:
         if self.folder is None:
             return
-        best = {} if self.best.theta is None else {"theta": self.best.theta, **self.best.buffers}
+        best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
         notes = {"score": self.best.score, "waited": self.best.waited}
         saved = checkpoints.Saved(self.state, self.simulation.population.tensors(), self.history, best, notes)
         checkpoints.save(self.folder, saved, self._identity())
@@ -289,8 +303,8 @@ class Training:
         self.simulation.population.restore(saved.memory)
         self.best.score, self.best.waited = saved.notes["score"], saved.notes["waited"]
         if saved.best:
-            self.best.theta = saved.best.pop("theta")
-            self.best.buffers = saved.best
+            self.best.theta = saved.best["theta"]
+            self.best.buffers = {n.removeprefix("buffers/"): b for n, b in saved.best.items() if n != "theta"}
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to belong to this run; engine and device may change."""

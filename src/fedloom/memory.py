@@ -26,7 +26,7 @@ class Memory:
     def read(self, clients: Tensor, w: int) -> State:
         """[K, P] or [K] tensors: what each client knew before Work w."""
         found = [self._before(client, w) for client in clients.tolist()]
-        return {name: torch.stack([known[name] for known in found]) for name in self.fields}
+        return {name: _stack([known[name] for known in found], self._zero(name)) for name in self.fields}
 
     def write(self, clients: Tensor, w: int, values: State) -> None:
         for k, client in enumerate(clients.tolist()):
@@ -36,7 +36,7 @@ class Memory:
     def tensors(self) -> State:
         """Everything, as plain tensors: the inverse of `restore`."""
         found = [(client, w, known) for client, kept in sorted(self._kept.items()) for w, known in kept]
-        stacked = {name: torch.stack([known[name] for _, _, known in found]) for name in self.fields if found}
+        stacked = {n: _stack([known[n] for _, _, known in found], self._zero(n)) for n in self.fields}
         where = torch.tensor([(client, w) for client, w, _ in found], dtype=torch.int64).reshape(-1, 2)
         return {"where": where, **{f"value.{name}": values for name, values in stacked.items()}}
 
@@ -53,3 +53,7 @@ class Memory:
     def _zero(self, name: str) -> Tensor:
         scalar = self.fields[name] == "scalar"
         return torch.zeros((), dtype=torch.float64) if scalar else torch.zeros_like(self.like)
+
+
+def _stack(values: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(values) if values else like.new_empty((0, *like.shape))

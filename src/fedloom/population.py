@@ -34,7 +34,7 @@ class Absence:
     dropout_rate: float = 0.0
 
     @classmethod
-    def of(cls, availability: Availability, dropout_rate: float, clients: int) -> "Absence":
+    def of(cls, availability: Any, dropout_rate: float, clients: int) -> "Absence":
         if not isinstance(dropout_rate, int | float) or not 0 <= dropout_rate < 1:
             raise ConfigError(f"dropout_rate must be at least 0 and below 1, not {dropout_rate!r}")
         if isinstance(availability, str | Path):
@@ -45,9 +45,15 @@ class Absence:
                     f"the availability table must have one line for each of the {clients} clients and a column for "
                     f"each time, not the shape {availability.shape}"
                 )
+            if not np.isin(availability, (0, 1)).all():
+                raise DataError("the availability table must hold 0 (away) and 1 (there) only")
             availability = availability.astype(bool)
-        elif isinstance(availability, int | float) and not 0 < availability <= 1:
-            raise ConfigError(f"availability must be above 0 and at most 1, not {availability!r}")
+        elif isinstance(availability, int | float):
+            if not 0 < availability <= 1:
+                raise ConfigError(f"availability must be above 0 and at most 1, not {availability!r}")
+        elif availability is not None and not callable(availability):
+            kind = type(availability).__name__
+            raise ConfigError(f"availability must be a fraction, a function, an array or a file, not a {kind}")
         return cls(availability, float(dropout_rate))
 
     def answers(self, seed: int, w: int, client: int, occurrence: int) -> bool:
@@ -70,8 +76,6 @@ def _read_trace(path: Path) -> np.ndarray:
         table = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",", ndmin=2)
     except (OSError, ValueError) as error:
         raise DataError(f"the availability trace {path} can't be read: {error}") from None
-    if not np.isin(table, (0, 1)).all():
-        raise DataError(f"the availability trace {path} must hold 0 (away) and 1 (there) only")
     return np.asarray(table)
 
 
@@ -87,8 +91,6 @@ class Population:
     def prepare(self, work: Work) -> Work:
         """The part of a Work that is answered, with what the client stages add to the gradient."""
         work = self._present(work)
-        if not len(work):
-            return work
         pull: Tensor | None = None
         drift: Tensor | None = None
         for part in self.parts:
@@ -99,14 +101,12 @@ class Population:
 
     def finish(self, work: Work, updates: Updates) -> Updates:
         """Let each client remember, and add what it sends up; a client that diverged keeps what it knew."""
-        if not len(updates):
-            return updates
         good = updates.finite.nonzero().flatten()
         up: dict[str, State] = {}
         for part in self.parts:
             known = self._known(part, work)
             memory, up[part.key] = part.stage.end(known, dict(work.sent[part.key]), self._info(work), updates)
-            if part.stage.remembers and work.commit and len(good):
+            if part.stage.remembers and work.commit:
                 chosen = {name: values[good.to(values.device)] for name, values in memory.items()}
                 self.memory[part.key].write(work.clients[good], work.w, chosen)
         return replace(updates, up=up)

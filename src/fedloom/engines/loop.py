@@ -31,7 +31,8 @@ class Loop:
                 run = self._client(work, k)
                 rows[k] = run.start - run.end
                 runs.append(run)
-        loss, finite = _losses(rows, [run.loss for run in runs])
+        buffers = {n: _stack([run.buffers[n] for run in runs], b) for n, b in work.buffers.items()}
+        loss, finite = _losses(rows, buffers, [run.loss for run in runs])
         return Updates(
             clients=work.clients,
             slots=work.places,
@@ -39,10 +40,10 @@ class Loop:
             samples=self.setup.sizes[work.clients],
             steps=torch.tensor([run.steps for run in runs], dtype=torch.int64),
             rows=Rows(rows),
-            buffers={n: _stack([run.buffers[n] for run in runs], b) for n, b in work.buffers.items()},
+            buffers=buffers,
             loss=loss,
             finite=finite,
-            extra=_extra(runs),
+            extra=_extra(runs, rows) if "mean_gradient" in work.wants else {},
         )
 
     def _client(self, work: Work, k: int) -> "_Run":
@@ -93,19 +94,22 @@ class _Run:
     mean_gradient: Tensor | None
 
 
-def _extra(runs: list[_Run]) -> State:
+def _extra(runs: list[_Run], rows: Tensor) -> State:
     means = [run.mean_gradient for run in runs if run.mean_gradient is not None]
-    return {"mean_gradient": torch.stack(means)} if means else {}
+    return {"mean_gradient": torch.stack(means) if means else torch.zeros_like(rows)}
 
 
 def _stack(values: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(values) if values else like.new_empty((0, *like.shape))
 
 
-def _losses(rows: Tensor, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _losses(rows: Tensor, buffers: Buffers, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Loss and finiteness of each client, brought to the CPU at once."""
     if not losses:
         return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
     loss = torch.stack(losses).double()
-    both = torch.stack([loss, (torch.isfinite(rows).all(1) & torch.isfinite(loss)).double()]).cpu()
+    finite = torch.isfinite(rows).all(1) & torch.isfinite(loss)
+    for values in buffers.values():
+        finite &= torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else torch.isfinite(values)
+    both = torch.stack([loss, finite.double()]).cpu()
     return both[0], both[1].bool()
