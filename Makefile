@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Small steps on many threads wait for each other; the tests and the demo run on one.
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench gpu lock lock-check clean
+.PHONY: help setup demo test test-all lint format bench docs gpu lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -41,6 +41,9 @@ format: $(STAMP)  ## let ruff rewrite
 
 bench: $(STAMP)  ## what a round costs on this machine
 	$(BIN)/python benchmarks/round_cost.py
+
+docs: $(STAMP)  ## write docs/methods/ from the methods' own words
+	$(BIN)/python scripts/method_pages.py
 
 gpu:  ## tests/gpu on a CUDA machine, from src, nothing installed
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu

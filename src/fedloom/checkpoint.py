@@ -124,8 +124,7 @@ def _read(path: Path, manifest: Mapping[str, Any], device: torch.device) -> Save
             best[rest] = value.to(device)
         elif kind in parts:
             key, _, entry = rest.partition("/")
-            where = value.to(device) if value.dim() else value  # counters live on the CPU
-            parts[kind].setdefault(key, {})[entry] = where
+            parts[kind].setdefault(key, {})[entry] = value
     state = RunState(manifest["round"], manifest["work"], tensors["theta"].to(device), buffers, parts["stages"])
     return Saved(state, parts["memory"], manifest["history"], best, manifest["notes"])
 

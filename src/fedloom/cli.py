@@ -126,10 +126,16 @@ def compare(
 
 
 @app.command()
-def methods() -> None:
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, to read about it.", show_default="all")] = None,
+) -> None:
     """List the methods: the stages that each fills, its parameters with defaults, its paper."""
     from fedloom.method import filled_by, list_methods
+    from fedloom.report.method_page import method_page
 
+    if name is not None:
+        out.print(method_page(name), markup=False, highlight=False, soft_wrap=True)
+        return
     shown = Table("method", "fills", "what it does", "paper", box=None, pad_edge=False)
     shown.columns[0].overflow = "fold"
     for entry in list_methods():

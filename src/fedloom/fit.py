@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,14 +205,17 @@ class Training:
         self.best = Best(patience, min_gain)
         self.folder = None if checkpoint is None else Path(checkpoint)
         self.simulation = Simulation.of(model, federation, Method(method), **settings)
+        for remark in self.simulation.method.remarks:
+            LOG.warning(remark)
         self.state = self.simulation.begin()
         self.history: list[dict[str, Any]] = []
+        self.resumed = resume
         if resume:
             self.resume()
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Result:
         """Play the rounds that are left."""
-        if not self.history and self.folder is not None and checkpoints.exist(self.folder):
+        if not self.resumed and self.folder is not None and checkpoints.exist(self.folder):
             raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
         stopped = "rounds"
         with self.simulation.numerics():
@@ -233,7 +236,8 @@ class Training:
     def _call(self, callbacks: Sequence[Callback], outcome: Outcome) -> bool:
         """Tell every callback; True if one wants to stop."""
         updates = outcome.record.updates if outcome.record else None
-        event = Event(self.state.round, self.rounds, self.state.theta, self.history[-1], updates)
+        params, metrics = self.state.theta.clone(), dict(self.history[-1])  # a callback may do with them what it likes
+        event = Event(self.state.round, self.rounds, params, metrics, updates)
         return STOP in [callback(event) for callback in callbacks]
 
     def round(self, evaluate: bool) -> Outcome:
@@ -299,7 +303,12 @@ class Training:
         saved = checkpoints.load(self.folder, self._identity(), self.simulation.setup.device)
         if saved is None:
             return
-        self.state, self.history = saved.state, saved.history
+        fresh = self.state.stages  # says where each tensor lives
+        stages = {
+            key: {n: v.to(fresh[key][n].device if n in fresh[key] else "cpu") for n, v in values.items()}
+            for key, values in saved.state.stages.items()
+        }
+        self.state, self.history = replace(saved.state, stages=stages), saved.history
         self.simulation.population.restore(saved.memory)
         self.best.score, self.best.waited = saved.notes["score"], saved.notes["waited"]
         if saved.best:
@@ -311,12 +320,21 @@ class Training:
         setup = self.simulation.setup
         shapes = {name: list(shape) for name, shape in zip(setup.space.names, setup.space.shapes, strict=True)}
         data = hashlib.sha256()
-        for tensor in (self.simulation.federation.offsets, self.simulation.federation.index):
+        federation = self.simulation.federation
+        few = federation.x[:: max(1, len(federation.x) // 1000)]  # enough to tell other data, cheap enough to ask often
+        for tensor in (federation.offsets, federation.index, federation.y, few):
             data.update(tensor.cpu().numpy().tobytes())
+        absence = self.simulation.population.absence
+        availability = absence.availability
+        if not isinstance(availability, float | int | None):
+            availability = type(availability).__name__
         return {
             "method": self.simulation.method.text,
             "model": shapes,
-            "partition": data.hexdigest(),
+            "data": data.hexdigest(),
+            "availability": availability,
+            "dropout_rate": absence.dropout_rate,
+            "metric": self.simulation.evaluator.name,
             "per_round": setup.per_round,
             "local": asdict(setup.local),
             "seed": setup.seed,

@@ -6,7 +6,8 @@ A key is `numpy.random.SeedSequence(seed, spawn_key=...)`, drawn from by `numpy.
 | --- | --- |
 | the clients of Work w (sampler) | (w,) |
 | the batches of client c, its i-th occurrence in Work w | (w, c, i) |
-| whether that client answers | (w, c, i, 0) |
+| whether that client answers: is it there, does it fail? (two uniform numbers) | (w, c, i, 0) |
+| which old model Work w starts from (asynchronous schedules) | (w, 0) |
 
 A batch order can therefore be rebuilt outside Fedloom:
 
@@ -30,6 +31,10 @@ def check_seed(seed: Any) -> None:
 
 def sampler_rng(seed: int, work: int) -> Generator:
     return default_rng(SeedSequence(seed, spawn_key=(work,)))
+
+
+def schedule_rng(seed: int, work: int) -> Generator:
+    return default_rng(SeedSequence(seed, spawn_key=(work, 0)))
 
 
 def client_rng(seed: int, work: int, client: int, occurrence: int) -> Generator:

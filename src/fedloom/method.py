@@ -96,6 +96,7 @@ class Method:
             calls = [Call(calls[0].name, named=parameters)]
         self._calls = _union(REGISTRY.complete(call) for call in calls)
         self._filled = _fill(self._calls)
+        self.remarks = _join(self._filled)
 
     @property
     def text(self) -> str:
@@ -186,8 +187,17 @@ def _fill(calls: Iterable[Call]) -> list[Part[Any]]:
                 if stage.kind in taken:
                     raise MethodError(f"{taken[stage.kind]} and {call} both fill the {stage.kind} stage; keep one")
                 taken[stage.kind] = call
-            parts.append(Part(f"{call.name}.{stage.kind}", stage))
+            key = f"{call.name}.{stage.kind}"
+            taken_already = sum(part.key.startswith(key) for part in parts)
+            parts.append(Part(f"{key}{taken_already + 1}" if taken_already else key, stage))
     return parts
+
+
+def _join(parts: list[Part[Any]]) -> list[str]:
+    """Let every stage look at the others: refusals are raised, remarks are collected."""
+    stages = {part.key: part.stage for part in parts}
+    remarks = [stage.join({k: other for k, other in stages.items() if k != key}) for key, stage in stages.items()]
+    return [remark for remark in remarks if remark]
 
 
 def _stages(call: Call) -> Sequence[Stage]:

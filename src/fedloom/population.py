@@ -122,7 +122,7 @@ class Population:
         return self.memory[part.key].read(work.clients, work.w) if part.key in self.memory else {}
 
     def _info(self, work: Work) -> Info:
-        return Info(work.w, work.clients, self.setup.sizes[work.clients])
+        return Info(work.w, work.clients, self.setup.sizes[work.clients], work.start, work.rates)
 
     def tensors(self) -> Mapping[str, State]:
         return {key: memory.tensors() for key, memory in self.memory.items()}

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.random import Generator as Rng
 from torch import Tensor
 
-from fedloom.keys import sampler_rng
+from fedloom.keys import sampler_rng, schedule_rng
 from fedloom.method import Pipeline
 from fedloom.space import Buffers, average_buffers
 from fedloom.stages import Cohorts, Draw, Metrics, Round, Setup, State, Updates, Work
@@ -74,6 +75,7 @@ def begin_run(pipeline: Pipeline, setup: Setup, buffers: Buffers) -> RunState:
 def play_round(pipeline: Pipeline, setup: Setup, state: RunState) -> Generator[Work, Updates, Outcome]:
     """One aggregation."""
     desk = _Desk(pipeline, setup, state)
+    yield from desk.survey()
     updates = received = yield from desk.collect()
     for part in pipeline.updates:
         if not len(updates):
@@ -115,7 +117,7 @@ class _Desk:
 
     def collect(self) -> Generator[Work, Updates, Updates]:
         key, schedule = self.pipeline.schedule.key, self.pipeline.schedule.stage
-        cohorts = Cohorts(self.theta, self.buffers, self.draw, self.ask)
+        cohorts = Cohorts(self.theta, self.buffers, self.setup.space, self.draw, self.rng, self.ask)
         collecting = schedule.collect(self.stages[key], cohorts)
         work = next(collecting)
         while True:
@@ -134,6 +136,23 @@ class _Desk:
             self.stages[key], self.setup, number or full, self.work, sampler_rng(self.setup.seed, self.work)
         )
         return _places(drawn, once=self.pipeline.stateful, share=1.0 if number is None else number / full)
+
+    def rng(self) -> Rng:
+        return schedule_rng(self.setup.seed, self.work)
+
+    def survey(self) -> Generator[Work, Updates, None]:
+        """Let the stages that want it hear every client at the starting model, before anything is trained."""
+        surveying = [part for part in self.pipeline.parts if part.stage.surveys]
+        if not surveying or self.work:
+            return
+        for clients in torch.split(torch.arange(self.setup.clients), self.setup.per_round):
+            ones = torch.ones_like(clients)
+            work = self.ask(Draw(clients, torch.zeros_like(clients), ones, 0.0), self.theta, self.buffers)
+            untrained = replace(work, w=0, rates=work.rates[..., :0], max_steps=0, commit=False)
+            self.work = 0  # a survey is no Work: it costs none, and the first one draws as without it
+            updates = yield untrained
+            for part in surveying:
+                self.stages[part.key] = part.stage.heard(self.stages[part.key], untrained, updates)
 
     def ask(self, draw: Draw, start: Tensor, buffers: Buffers) -> Work:
         """The next Work; the rate stage says how fast its clients learn."""

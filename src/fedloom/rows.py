@@ -4,21 +4,35 @@ Stages go through these operations, so that the matrix may lie on one device or 
 answer with sums.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fedloom.space import GroupBy, Space
+
+
+class Comparison(NamedTuple):
+    """A row beside a rest, [K, groups] each, in float64."""
+
+    along: Tensor  # inner product
+    own: Tensor  # squared norm of the row
+    rest: Tensor  # squared norm of the rest
+    across: Tensor  # squared norm of the row's part orthogonal to the rest
 
 
 @dataclass(frozen=True)
 class Rows:
     """K rows of P numbers on one device.
 
-    >>> Rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).weighted_sum(torch.tensor([0.5, 0.5]))
+    >>> space = Space(("w",), (torch.Size([2]),), torch.float32)
+    >>> Rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), space).weighted_sum(torch.tensor([0.5, 0.5]))
     tensor([2., 3.])
     """
 
     matrix: Tensor
+    space: Space
 
     def __len__(self) -> int:
         return len(self.matrix)
@@ -28,6 +42,46 @@ class Rows:
         total: Tensor = torch.mv(self.matrix.T, weights.to(self.matrix))  # a matrix-vector product keeps full precision
         return total
 
+    def squares(self, by: GroupBy) -> Tensor:
+        """Squared norm of each row in each group: [K, groups]."""
+        return self.space.groups(by).sums(self.matrix.square())
+
+    def beside_rest(self, total: Tensor, weights: Tensor, by: GroupBy) -> Comparison:
+        """Each row beside the rest of a total, rest_k = total - weights_k row_k."""
+        groups = self.space.groups(by)
+        found = []
+        for row, weight in zip(self.matrix, weights.to(self.matrix), strict=True):
+            rest = total - weight * row  # formed, not expanded into products: those cancel
+            along, own, square = groups.sums(torch.stack([row * rest, row.square(), rest.square()]))
+            share = torch.where(square > 0, along / square, 0.0).to(row)
+            across = groups.sums((row - groups.spread(share) * rest).square())
+            found.append(torch.stack([along, own, square, across]))
+        return Comparison(*torch.stack(found, 1))
+
+    def blend(self, scale: Tensor, vector: Tensor, share: Tensor, by: GroupBy) -> "Rows":
+        """scale_k times row k plus share_k times a vector; scale and share are [K, groups]."""
+        groups = self.space.groups(by)
+        matrix = torch.empty_like(self.matrix)
+        for k, row in enumerate(self.matrix):
+            matrix[k] = groups.spread(scale[k].to(row)) * row + groups.spread(share[k].to(row)) * vector
+        return replace(self, matrix=matrix)
+
+    def scaled(self, scale: Tensor) -> "Rows":
+        """scale_k times row k."""
+        return replace(self, matrix=scale.to(self.matrix)[:, None] * self.matrix)
+
+    def plus(self, vector: Tensor) -> "Rows":
+        """Every row plus a vector [P]."""
+        return replace(self, matrix=self.matrix + vector)
+
+    def distances(self, point: Tensor, norm: int = 2) -> Tensor:
+        """How far each row is from a point: [K], in float64."""
+        return torch.stack([torch.linalg.vector_norm((row - point).double(), norm) for row in self.matrix])
+
+    def pairwise_squares(self) -> Tensor:
+        """Squared distances between all pairs of rows: [K, K], in float64."""
+        return torch.stack([(self.matrix - row).double().square().sum(1) for row in self.matrix])
+
     def select(self, keep: Tensor) -> "Rows":
         """The rows at these positions, in this order."""
-        return Rows(self.matrix[keep.to(self.matrix.device)])
+        return replace(self, matrix=self.matrix[keep.to(self.matrix.device)])

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,29 @@ from torch import Tensor, nn
 from fedloom.errors import ModelError
 
 Buffers = dict[str, Tensor]
+GroupBy = Literal["tensor", "layer", "model"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A division of the P numbers: by tensor, by layer, or all together."""
+
+    sizes: tuple[int, ...]  # of each tensor
+    owner: tuple[int, ...]  # group of each tensor
+
+    def __len__(self) -> int:
+        return 1 + max(self.owner)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[..., P] -> [..., groups]: the sum over each group, in float64."""
+        by_tensor = [piece.sum(-1).double() for piece in torch.split(values, list(self.sizes), -1)]
+        total = values.new_zeros((*values.shape[:-1], len(self)), dtype=torch.float64)
+        return total.index_add_(-1, torch.tensor(self.owner, device=values.device), torch.stack(by_tensor, -1))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[..., groups] -> [..., P]: each group's value at all of its places."""
+        chosen = values[..., list(self.owner)]
+        return chosen.repeat_interleave(torch.tensor(self.sizes, device=values.device), -1)
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,10 @@ class Space:
         """P, the length of the flat vector."""
         return sum(self.sizes)
 
+    def groups(self, by: GroupBy) -> Groups:
+        """Tensors on their own, those of one module together, or all together."""
+        return _groups(self.names, self.sizes, by)
+
     def flatten(self, model: nn.Module) -> Tensor:
         """A copy of the model's trainable parameters as one vector [P]."""
         parameters = dict(model.named_parameters())
@@ -64,6 +92,14 @@ class Space:
                 own[name].copy_(value)
 
 
+@cache
+def _groups(names: tuple[str, ...], sizes: tuple[int, ...], by: GroupBy) -> Groups:
+    cut = {"tensor": names, "layer": [name.rpartition(".")[0] for name in names], "model": [""] * len(names)}
+    owners = cut[by]
+    place = {owner: i for i, owner in enumerate(dict.fromkeys(owners))}
+    return Groups(sizes, tuple(place[owner] for owner in owners))
+
+
 def buffers_of(model: nn.Module) -> Buffers:
     """Copies of the model's buffers (batch-norm statistics and the like), which travel beside the vector."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -75,7 +111,8 @@ def average_buffers(stacked: Mapping[str, Tensor], weights: Tensor) -> Buffers:
     averaged: Buffers = {}
     for name, values in stacked.items():
         if values.is_floating_point():
-            averaged[name] = torch.tensordot(share.to(values.dtype), values, dims=1)
+            mean = torch.tensordot(share.to(values.dtype), values, dims=1)
+            averaged[name] = torch.where((values == values[0]).all(0), values[0], mean)  # constants stay exact
         else:
             averaged[name] = values.amax(0)
     return averaged

@@ -102,10 +102,19 @@ class Updates:
     buffers: Buffers  # stacked [K, ...]
     up: Mapping[str, State] = field(default_factory=dict)  # by client stage: what its `end` sent up, [K, ...] each
     extra: State = field(default_factory=dict)  # what the Work wanted, [K, ...] each
+    owner: Tensor | None = None  # [K] who a server-side memory of a row belongs to; None: the client
     weights: Tensor = field(default_factory=lambda: torch.empty(0))  # [K] averaging weights, set by the round
 
     def __len__(self) -> int:
         return len(self.clients)
+
+    @property
+    def owners(self) -> Tensor:
+        return self.clients if self.owner is None else self.owner
+
+    def sent_up(self, name: str) -> Tensor | None:
+        """What a client stage of any method sent up under this name."""
+        return next((values[name] for values in self.up.values() if name in values), None)
 
     def only(self, keep: Tensor) -> "Updates":
         """The rows at these positions."""
@@ -121,6 +130,7 @@ class Updates:
             up={stage: {n: pick(v) for n, v in values.items()} for stage, values in self.up.items()},
             extra={n: pick(v) for n, v in self.extra.items()},
             weights=pick(self.weights) if len(self.weights) else self.weights,
+            owner=None if self.owner is None else pick(self.owner),
         )
 
 
@@ -152,7 +162,16 @@ class Stage:
 
     kind: ClassVar[str]
     weights: ClassVar[Weighting | None] = None  # "equal": this method's paper averages with equal weights
-    wants: ClassVar[frozenset[str]] = frozenset()  # of the engine: "mean_gradient"
+    wants: ClassVar[frozenset[str]] = frozenset()  # of the engine: "mean_gradient", "final_score", "step_norm"
+
+    @property
+    def surveys(self) -> bool:
+        """Does it need to hear every client at the starting model, untrained, before the first round?"""
+        return False
+
+    def join(self, others: Mapping[str, "Stage"]) -> str | None:
+        """Refuse a union (by name of method and stage) that has no meaning; return a remark on one of no use."""
+        return None
 
     def init(self, setup: Setup) -> State:
         return {}
@@ -193,13 +212,18 @@ class Draw(NamedTuple):
     counts: Tensor  # [K]
     share: float  # of a full cohort
 
+    def first(self, number: int) -> "Draw":
+        return Draw(self.clients[:number], self.occurrence[:number], self.counts[:number], self.share)
+
 
 class Cohorts(NamedTuple):
     """What a schedule works with: the cloud model, a way to draw clients, and a way to ask them."""
 
     theta: Tensor
     buffers: Buffers
+    space: Space
     draw: Callable[..., Draw]  # draw(number=per_round)
+    rng: Callable[[], Rng]  # what the schedule itself may draw from for the next Work
     ask: Callable[[Draw, Tensor, Buffers], Work]  # ask(draw, start, buffers): [P], or [K, P] with stacked buffers
 
 
@@ -210,6 +234,8 @@ class Schedule(Stage):
     """How do models travel before they are averaged?"""
 
     kind = "schedule"
+    travels: ClassVar[bool] = False  # True: a row belongs to a travelling model, not to one client
+    single: ClassVar[bool] = False  # True: one client at a time
 
     def works(self, per_round: int) -> float:
         """Works per client slot that one aggregation costs."""
@@ -233,6 +259,8 @@ class Info(NamedTuple):
     w: int
     clients: Tensor  # [K]
     samples: Tensor  # [K]
+    start: Tensor  # [P], or [K, P]
+    rates: Tensor  # [steps], or [K, steps]
 
 
 class Client(Stage):

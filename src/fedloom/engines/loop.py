@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedloom.engines.step import Optimizer, corrected
+from fedloom.engines.step import Optimizer, corrected, step_norm
 from fedloom.federation import Federation
 from fedloom.keys import client_rng
 from fedloom.rows import Rows
@@ -32,18 +32,18 @@ class Loop:
                 rows[k] = run.start - run.end
                 runs.append(run)
         buffers = {n: _stack([run.buffers[n] for run in runs], b) for n, b in work.buffers.items()}
-        loss, finite = _losses(rows, buffers, [run.loss for run in runs])
+        loss, finite = _losses(rows, work.buffers, buffers, [run.loss for run in runs])
         return Updates(
             clients=work.clients,
             slots=work.places,
             counts=work.counts,
             samples=self.setup.sizes[work.clients],
             steps=torch.tensor([run.steps for run in runs], dtype=torch.int64),
-            rows=Rows(rows),
+            rows=Rows(rows, self.setup.space),
             buffers=buffers,
             loss=loss,
             finite=finite,
-            extra=_extra(runs, rows) if "mean_gradient" in work.wants else {},
+            extra={name: _stack([run.extra[name] for run in runs], _like(name, work)) for name in work.wants},
         )
 
     def _client(self, work: Work, k: int) -> "_Run":
@@ -71,8 +71,26 @@ class Loop:
                 gradients += gradient
             x = optimizer.step(x, corrected(gradient, x, start, pull, drift, local.clip_norm), rate)
             total, seen = total + losses.sum(), seen + len(losses)
-        mean = None if gradients is None else gradients / len(batches)
-        return _Run(start, x, buffers, len(batches), total / seen, mean)
+        extra: State = {}
+        if gradients is not None:
+            extra["mean_gradient"] = gradients / max(len(batches), 1)
+        if "final_score" in work.wants:
+            extra["final_score"] = self._score(x, buffers, mine)
+        if "step_norm" in work.wants:
+            norm = step_norm(local, rates[: len(batches)], pull)
+            extra["step_norm"] = torch.tensor(norm, dtype=torch.float64)
+        return _Run(start, x, buffers, len(batches), total / max(seen, 1), extra)
+
+    def _score(self, x: Tensor, buffers: Buffers, mine: Tensor) -> Tensor:
+        """Mean over the client's batches, in stored order, of the squared norm of the gradient at x."""
+        untouched = {name: buffer.clone() for name, buffer in buffers.items()}
+        pieces = torch.split(mine, self.setup.local.batch_size or len(mine))
+        squares = []
+        for piece in pieces:
+            chosen = piece.to(x.device)
+            gradient, _ = self._gradient(x, untouched, self.federation.x[chosen], self.federation.y[chosen])
+            squares.append(gradient.double().square().sum())
+        return torch.stack(squares).mean()
 
     def _gradient(self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient [P] of the batch's mean loss, and the losses [B]."""
@@ -91,25 +109,27 @@ class _Run:
     buffers: Buffers
     steps: int
     loss: Tensor
-    mean_gradient: Tensor | None
+    extra: State
 
 
-def _extra(runs: list[_Run], rows: Tensor) -> State:
-    means = [run.mean_gradient for run in runs if run.mean_gradient is not None]
-    return {"mean_gradient": torch.stack(means) if means else torch.zeros_like(rows)}
+def _like(name: str, work: Work) -> Tensor:
+    """The kind of one client's answer."""
+    one = work.start[:0].sum(0) if work.start.dim() == 2 else work.start
+    return one if name == "mean_gradient" else torch.zeros((), dtype=torch.float64)
 
 
 def _stack(values: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(values) if values else like.new_empty((0, *like.shape))
 
 
-def _losses(rows: Tensor, buffers: Buffers, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _losses(rows: Tensor, before: Buffers, after: Buffers, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Loss and finiteness of each client, brought to the CPU at once."""
     if not losses:
         return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
     loss = torch.stack(losses).double()
     finite = torch.isfinite(rows).all(1) & torch.isfinite(loss)
-    for values in buffers.values():
-        finite &= torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else torch.isfinite(values)
+    for name, values in after.items():  # an attention mask holds infinities from the start
+        spoilt = torch.isfinite(before[name]) & ~torch.isfinite(values)
+        finite &= ~spoilt.reshape(len(rows), -1).any(1)
     both = torch.stack([loss, finite.double()]).cpu()
     return both[0], both[1].bool()

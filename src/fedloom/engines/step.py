@@ -3,7 +3,8 @@
 raw gradient -> + pull * (x - start) + drift -> clip -> + weight decay -> momentum or Adam -> rate
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,3 +65,12 @@ def corrected(
         norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
         gradient = gradient * (clip / norm.clamp(min=clip))
     return gradient
+
+
+def step_norm(local: Local, rates: Sequence[float], pull: float | None) -> float:
+    """How far a local run goes under a gradient of 1, through the same rates, momentum and pull (FedNova's a_k)."""
+    x = torch.zeros((), dtype=torch.float64)
+    optimizer = Optimizer(replace(local, weight_decay=0.0))
+    for rate in rates:
+        x = optimizer.step(x, 1 + (pull or 0.0) * x, rate)
+    return -float(x)

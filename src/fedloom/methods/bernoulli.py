@@ -2,6 +2,11 @@
 
 The number of clients is drawn at once from the binomial distribution without its zero, so that a draw costs what the
 cohort costs and ends however small the rate is.
+
+What it does: participation as in FedDyn's code, and the only sampler here that privacy amplification by Poisson
+sampling may be claimed for.
+When it helps: where clients decide for themselves.
+What it costs: nothing; `clients_per_round` has no effect, and cohorts vary in size.
 """
 
 from dataclasses import dataclass

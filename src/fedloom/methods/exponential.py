@@ -1,4 +1,9 @@
-"""The local learning rate falls by a constant factor with every Work: lr * decay^t, the first one undecayed."""
+"""The local learning rate falls by a constant factor with every Work: lr * decay^t, the first one undecayed.
+
+What it does: local training calms down at the same pace for every method and schedule.
+When it helps: long runs; AdaBest's experiments use 0.998.
+What it costs: nothing.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,9 @@
-"""Cohorts from a list: Work w takes the one after that of Work w - 1, in listed order, and the list repeats."""
+"""Cohorts from a list: Work w takes the one after that of Work w - 1, in listed order, and the list repeats.
+
+What it does: puts the choice of clients into your hands.
+When it helps: tests, forced bad samples, comparisons on the same cohorts.
+What it costs: nothing; `clients_per_round` has no effect.
+"""
 
 from dataclasses import dataclass
 

@@ -7,6 +7,10 @@ With T steps and w = ceil(warmup * T) of them to warm up:
 
 FedGLAD's text experiments train so (warmup 0.06). A run of T steps warms up for T - 1 of them at most: with one step
 the rate would otherwise be 0 for ever.
+
+What it does: every local run starts and ends gently.
+When it helps: Adam on text models.
+What it costs: nothing; the server must know how many steps each client takes.
 """
 
 import math
