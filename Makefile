@@ -19,10 +19,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## build .venv with fedloom and its tools (once)
 
-demo: $(STAMP)  ## compare the methods on digits, 20 clients with 2 classes each
+demo: $(STAMP)  ## the five papers, alone and stacked, on digits: 20 clients with 2 classes each
 	$(BIN)/fedloom compare --data digits --partition "classes(per_client=2)" --clients 20 --per-round 5 \
 	  --model "mlp(hidden=[64])" --rounds 60 --epochs 2 --batch-size 20 --lr 0.1 --seeds 3 --out runs/demo --overwrite \
-	  fedavg "fedprox(mu=0.1)" "fedavgm(lr=0.3)" "fedadam(lr=0.03)" "fedyogi(lr=0.03)" "fedadagrad(lr=0.1)"
+	  fedavg "radfed(redistributions=5)" "2dlrd(window=10)" "adabest(beta=0.9)" dgt fedglad "fedadam(lr=0.03)" \
+	  "radfed(redistributions=5)+adabest(beta=0.9)+dgt+fedglad+2dlrd(window=10)"
 
 test: $(STAMP)  ## the tests of every day (below 8 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not long and not gpu"

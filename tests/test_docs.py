@@ -1,6 +1,8 @@
 """The examples in the documents run as they stand."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,15 @@ def test_example(block: str) -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
         assert (path.parent / target).exists(), target
+
+
+def test_method_pages_are_up_to_date() -> None:
+    """`make docs` writes them. In a process of its own: other tests register methods too."""
+    code = (
+        "import sys; sys.path.insert(0, 'scripts')\n"
+        "from method_pages import FOLDER, pages\n"
+        "found = {path.name: path.read_text() for path in FOLDER.glob('*.md')}\n"
+        "assert found == pages(), [n for n in pages() if found.get(n) != pages()[n]] + sorted(found.keys() - pages())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -143,6 +143,30 @@ def test_another_seed_draws_other_absences() -> None:
     assert answered[0] != answered[1]
 
 
+def test_dropout_follows_the_key() -> None:
+    """Full batches from two clients with the same data: only the masks can tell their rows apart, or two seeds."""
+    clients = [CLIENTS[1]] * 2
+    full_batch = fl.Local(batch_size=None, lr=0.02)
+    matrices: list[Tensor] = []
+
+    def listen(event: fl.Event) -> None:
+        assert event.updates is not None
+        matrices.append(event.updates.rows.matrix.clone())
+
+    for seed in (0, 1):
+        fit_linear(
+            "fixed(cohorts=[[0, 0, 1]])",
+            model=dropout_model(),
+            clients=clients,
+            rounds=1,
+            local=full_batch,
+            seed=seed,
+            callbacks=[listen],
+        )
+    rows = torch.cat(matrices)
+    assert len(rows) == len(torch.unique(rows, dim=0)) == 6
+
+
 @dataclass
 class Rows:
     """A callback that keeps each averaged row by Work and client, in order of occurrence."""
@@ -441,6 +465,28 @@ def test_client_with_infinite_buffers_is_left_out() -> None:
     assert result.history[0]["diverged"] == 1
 
 
+class Masked(nn.Module):
+    """A linear model with a constant that holds infinities, as attention masks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 1)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(x)
+        return outputs
+
+
+def test_mask_of_infinities_is_no_divergence() -> None:
+    model = Masked().double()
+    nn.utils.vector_to_parameters(torch.from_numpy(linear_start()), model.parameters())
+    masked, plain = (fit_linear("fixed(cohorts=[[0, 1, 2]])", model=m, rounds=3) for m in (model, None))
+    assert [row["diverged"] for row in masked.history] == [0, 0, 0]
+    assert torch.equal(masked.params, plain.params)
+    assert torch.equal(masked.model.get_buffer("mask"), model.get_buffer("mask"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Clients that do not answer
 # ---------------------------------------------------------------------------------------------------------------------
@@ -686,6 +732,22 @@ def test_metrics_of_a_model_with_one_output(metric: str, column: bool) -> None:
     assert row[f"test_{metric}"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+def test_auc_counts_ties_by_half(classes: int) -> None:
+    model = classifier(classes)
+    x, y = classes_data(classes, 150, seed=6)
+    x = np.round(x / 2) * 2
+    scores = scores_of(model, x)
+    assert len(np.unique(scores[:, 0])) < 100
+    probabilities = softmax(scores)
+    expected = (
+        sklearn_metrics.roc_auc_score(y, probabilities[:, 1])
+        if classes == 2
+        else sklearn_metrics.roc_auc_score(y, probabilities, multi_class="ovr")
+    )
+    assert evaluate(model, "auc", test=(x, y))["test_auc"] == pytest.approx(expected, rel=1e-12)
+
+
 def test_auc_of_a_confident_model() -> None:
     """Only the order counts: margins of hundreds must not melt into probabilities of exactly 1."""
     model = classifier(2, scale=100.0)
@@ -802,10 +864,11 @@ def test_run_that_never_tires_still_returns_the_best_model() -> None:
     assert torch.equal(model_params(result), path[1])
 
 
-def test_least_gain_is_a_share_of_the_best_score() -> None:
-    """1.05 gains 5% on 1.0, which is not more than 10%; 1.2 does."""
-    result, path = stop_early([1.0, 1.05, 1.2, 1.25, 1.3], patience=2, min_gain=0.1, rounds=5)
-    assert [row["round"] for row in result.history] == [1, 2, 3, 4, 5]
+@pytest.mark.parametrize("scores", [[10.0, 10.9, 11.1, 12.0, 12.1], [-10.0, -9.1, -8.9, -8.1, -8.1]])
+def test_least_gain_is_a_share_of_the_best_score(scores: list[float]) -> None:
+    """The second score is within 10% of the first; the third is not, and the two after it are within 10% of that."""
+    result, path = stop_early(scores, patience=2, min_gain=0.1)
+    assert len(result.history) == 5
     assert torch.equal(model_params(result), path[2])
 
 
@@ -1191,16 +1254,37 @@ def test_checkpoint_of_another_run_is_refused(change: dict[str, Any], tmp_path: 
         fit_linear(**{**settings, **change, "resume": True})
 
 
-def test_fresh_run_is_not_mixed_up_with_an_older_one_in_its_folder(tmp_path: Path) -> None:
-    """A longer run left its checkpoints here. The new one, begun without `resume`, goes on from its own."""
+def test_fresh_run_does_not_touch_the_checkpoints_of_another(tmp_path: Path) -> None:
+    """Without `resume` a folder that holds checkpoints is refused, and the run that they belong to can still go on."""
     settings: dict[str, Any] = {"checkpoint": tmp_path, "checkpoint_every": 2}
-    resumable("fedavg", rounds=9, seed=1, **settings)
     with pytest.raises(InterruptionError):
-        resumable("fedavg", callbacks=[interrupt_after(5)], **settings)
+        resumable("fedavg", callbacks=[interrupt_after(7)], **settings)
+    for seed in (0, 1):
+        with pytest.raises(fl.RunError, match="resume"):
+            resumable("fedavg", rounds=3, seed=seed, **settings)
     heard: list[int] = []
     resumed = resumable("fedavg", resume=True, callbacks=[lambda event: heard.append(event.round)], **settings)
-    assert heard == [5, 6, 7, 8, 9]
+    assert heard == [7, 8, 9]
     assert_same_run(resumable("fedavg"), resumed)
+
+
+def test_interrupt_in_the_first_round_can_be_resumed(tmp_path: Path) -> None:
+    ready = False
+
+    def impatient(outputs: Tensor, targets: Tensor) -> Tensor:
+        if ready:
+            raise KeyboardInterrupt
+        return squared_error(outputs, targets)
+
+    def begin(client: int, work: int) -> bool:
+        nonlocal ready
+        ready = True  # who answers is asked in the first round, after all checks of the settings
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        fit_linear("fedavg", loss=impatient, availability=begin, checkpoint=tmp_path)
+    resumed = fit_linear("fedavg", availability=begin, checkpoint=tmp_path, resume=True)
+    assert_same_run(fit_linear("fedavg"), resumed)
 
 
 def patient(rounds: int, scores: Sequence[float], **settings: Any) -> fl.Result:

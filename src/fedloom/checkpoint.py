@@ -112,7 +112,8 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _read(path: Path, manifest: Mapping[str, Any], device: torch.device) -> Saved:
     from safetensors.torch import load_file
 
-    tensors = load_file(path / "tensors.safetensors")
+    # Copies: where a tensor lies in memory decides in which order its numbers are added up.
+    tensors = {name: tensor.clone() for name, tensor in load_file(path / "tensors.safetensors").items()}
     parts: dict[str, dict[str, State]] = {"stages": {key: {} for key in manifest["stages"]}, "memory": {}}
     buffers: State = {}
     best: State = {}

@@ -24,7 +24,7 @@ from fedloom.population import Availability
 from fedloom.round import Outcome
 from fedloom.simulation import Simulation
 from fedloom.space import Buffers
-from fedloom.stages import Updates
+from fedloom.stages import Updates, Work
 from fedloom.task import Loss, Precision
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def fit(
     loss: Loss | None = None,
     metric: str | Score = "accuracy",
     eval_every: int = 1,
+    eval_between: bool = False,
     patience: int | None = None,
     min_gain: float = 0.0,
     engine: str = "auto",
@@ -100,7 +101,9 @@ def fit(
 
     The model is the starting point and stays as it is. `clients_per_round` is a count or a fraction in (0, 1] (10
     if not given, or all where there are fewer). `loss(outputs, targets)` gives one value per sample; None is
-    cross-entropy. `metric` is "accuracy", "f1", "auc" or a function of (outputs, targets); higher is better.
+    cross-entropy. `metric` is "accuracy", "f1", "auc" or a function of (outputs, targets); higher is better. It is
+    measured every `eval_every` rounds and in the last one; with `eval_between` also on the mean of models that travel
+    (RADFed) between two averages, as lists `between_test_*` in the round's line.
     With `patience`, the run ends after so many evaluations in which the validation score gained no more than
     `min_gain` of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
     `checkpoint_every` rounds and to `resume` from.
@@ -122,6 +125,7 @@ def fit(
         loss=loss,
         metric=metric,
         eval_every=eval_every,
+        eval_between=eval_between,
         patience=patience,
         min_gain=min_gain,
         engine=engine,
@@ -169,6 +173,10 @@ class Best:
         return self.patience is not None and self.waited >= self.patience
 
 
+def _ignore(work: Work) -> None:
+    pass
+
+
 def _nested(buffers: Buffers) -> Buffers:
     return {f"buffers/{name}": value for name, value in buffers.items()}
 
@@ -184,6 +192,7 @@ class Training:
         *,
         rounds: int,
         eval_every: int = 1,
+        eval_between: bool = False,
         patience: int | None = None,
         min_gain: float = 0.0,
         checkpoint: str | Path | None = None,
@@ -202,6 +211,7 @@ class Training:
             raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
         self.given = model
         self.rounds, self.eval_every, self.checkpoint_every = rounds, eval_every, checkpoint_every
+        self.eval_between = eval_between
         self.best = Best(patience, min_gain)
         self.folder = None if checkpoint is None else Path(checkpoint)
         self.simulation = Simulation.of(model, federation, Method(method), **settings)
@@ -243,13 +253,15 @@ class Training:
     def round(self, evaluate: bool) -> Outcome:
         """Play one round and add its line to the history."""
         began = time.perf_counter()
+        self.between: dict[str, list[float]] = {}
         try:
-            outcome = self.simulation.play(self.state)
+            outcome = self.simulation.play(self.state, self._between if evaluate and self.eval_between else _ignore)
             measured = self.simulation.evaluate(outcome.state) if evaluate else {}
         except KeyboardInterrupt:
             self.save()
             raise
         self.state = outcome.state
+        self.simulation.population.settle()
         self.history.append(self._row(outcome, measured, time.perf_counter() - began))
         for client in outcome.traffic.diverged:
             LOG.warning("round %d: client %d diverged (loss or update not finite); left out", self.state.round, client)
@@ -277,8 +289,15 @@ class Training:
             "diverged": len(traffic.diverged),
             "train_loss": traffic.loss / traffic.samples if traffic.samples else float("nan"),
             **measured,
+            **self.between,
             **outcome.metrics,
         }
+
+    def _between(self, work: Work) -> None:
+        """Measure models that travel, before each Work but the first of a round."""
+        if work.w > self.state.work and work.share == 1:
+            for name, value in self.simulation.evaluate_travelling(work).items():
+                self.between.setdefault(f"between_{name}", []).append(value)
 
     def model(self) -> nn.Module:
         """The deployable model, where the given one lives."""

@@ -85,6 +85,16 @@ class Local:
         lengths = {self.batch_size} if whole or (rest and self.last_batch == "bootstrap") else set()
         return lengths | ({rest} if rest and self.last_batch == "keep" else set())
 
+    def batches_in_order(self, samples: int) -> list[np.ndarray]:
+        """One epoch without shuffling; a short last batch is filled from the front under `last_batch="bootstrap"`."""
+        size = self.batch_size or samples
+        whole = [np.arange(i, min(i + size, samples)) for i in range(0, samples, size)]
+        if len(whole[-1]) < size and self.last_batch == "drop":
+            return whole[:-1]
+        if len(whole[-1]) < size and self.last_batch == "bootstrap":
+            return [*whole[:-1], np.arange(whole[-1][0], whole[-1][0] + size) % samples]
+        return whole
+
     def batches(self, samples: int, rng: Generator, limit: int | None = None) -> list[np.ndarray]:
         """The client's batches, as positions among its own samples: for each epoch a fresh `rng.permutation`, cut
         into pieces; a short last one is filled by `rng.integers` under `last_batch="bootstrap"`.

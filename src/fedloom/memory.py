@@ -1,8 +1,8 @@
 """What clients remember between rounds.
 
-Each value carries the number of the Work that wrote it, and the one before it is kept: a Work reads the newest value
-that is older than itself, and a Work that is played again overwrites what it wrote the first time. So a server that
-resumes behind its clients does not apply a memory twice.
+Each value carries the number of the Work that wrote it, and older ones are kept: a Work reads the newest value that is
+older than itself, and a Work that is played again overwrites what it wrote the first time. So a server that resumes
+behind its clients does not apply a memory twice. When a round is over, the last two values are enough.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ class Memory:
 
     fields: Mapping[str, Literal["row", "scalar"]]
     like: Tensor  # [P] where rows live and of what kind
-    _kept: dict[int, list[tuple[int, State]]] = field(default_factory=dict)  # by client, oldest first, at most two
+    _kept: dict[int, list[tuple[int, State]]] = field(default_factory=dict)  # by client, oldest first
+    _written: set[int] = field(default_factory=set)  # clients that wrote since the last round ended
 
     def read(self, clients: Tensor, w: int) -> State:
         """[K, P] or [K] tensors: what each client knew before Work w."""
@@ -31,7 +32,14 @@ class Memory:
     def write(self, clients: Tensor, w: int, values: State) -> None:
         for k, client in enumerate(clients.tolist()):
             older = [(v, known) for v, known in self._kept.get(client, []) if v < w]
-            self._kept[client] = [*older[-1:], (w, {name: values[name][k].clone() for name in self.fields})]
+            self._kept[client] = [*older, (w, {name: values[name][k].clone() for name in self.fields})]
+            self._written.add(client)
+
+    def settle(self) -> None:
+        """A round is over: nothing before the last two values will be asked for again."""
+        for client in self._written:
+            self._kept[client] = self._kept[client][-2:]
+        self._written.clear()
 
     def tensors(self) -> State:
         """Everything, as plain tensors: the inverse of `restore`."""

@@ -124,6 +124,11 @@ class Population:
     def _info(self, work: Work) -> Info:
         return Info(work.w, work.clients, self.setup.sizes[work.clients], work.start, work.rates)
 
+    def settle(self) -> None:
+        """A round is over."""
+        for memory in self.memory.values():
+            memory.settle()
+
     def tensors(self) -> Mapping[str, State]:
         return {key: memory.tensors() for key, memory in self.memory.items()}
 

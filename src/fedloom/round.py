@@ -151,6 +151,7 @@ class _Desk:
             untrained = replace(work, w=0, rates=work.rates[..., :0], max_steps=0, commit=False)
             self.work = 0  # a survey is no Work: it costs none, and the first one draws as without it
             updates = yield untrained
+            updates = updates.only(updates.finite.nonzero().flatten())
             for part in surveying:
                 self.stages[part.key] = part.stage.heard(self.stages[part.key], untrained, updates)
 

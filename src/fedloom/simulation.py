@@ -1,6 +1,6 @@
 """A run, put together: everything that `fit` needs to play rounds, checked before the first one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from fedloom.local import Local
 from fedloom.method import Method, Pipeline
 from fedloom.population import Absence, Availability, Population
 from fedloom.round import Outcome, RunState, Traffic, begin_run, play_round
-from fedloom.space import buffers_of
+from fedloom.space import average_buffers, buffers_of
 from fedloom.stages import Setup, Updates, Work
 from fedloom.task import Loss, Precision, Task, check_fit
 
@@ -86,11 +86,12 @@ class Simulation:
     def begin(self) -> RunState:
         return begin_run(self.pipeline, self.setup, buffers_of(self.task.model))
 
-    def play(self, state: RunState) -> Outcome:
-        """One round, trained by this simulation's own engine."""
+    def play(self, state: RunState, watch: Callable[[Work], None] = lambda work: None) -> Outcome:
+        """One round, trained by this simulation's own engine; `watch` sees every Work before it is trained."""
         playing = play_round(self.pipeline, self.setup, state)
         work = next(playing)
         while True:
+            watch(work)
             try:
                 work = playing.send(self.answer(work))
             except StopIteration as end:
@@ -118,6 +119,14 @@ class Simulation:
         if self.federation.validation is not None:
             found |= self.evaluator.measure(deployed, state.buffers, self.federation.validation, "validation")
         return found
+
+    def evaluate_travelling(self, work: Work) -> dict[str, float]:
+        """Test metrics of the mean of the models that travel with a Work."""
+        if self.federation.test is None or work.start.dim() == 1:
+            return {}
+        mean = work.start.mean(0)
+        buffers = average_buffers(work.buffers, torch.ones(len(work), device=mean.device))
+        return self.evaluator.measure(mean, buffers, self.federation.test, "test")
 
     def traffic_bytes(self, traffic: Traffic, state: RunState) -> Mapping[str, int]:
         """Bytes on the wire: the model and its buffers both ways, and what the stages add."""

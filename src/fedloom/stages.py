@@ -235,7 +235,6 @@ class Schedule(Stage):
 
     kind = "schedule"
     travels: ClassVar[bool] = False  # True: a row belongs to a travelling model, not to one client
-    single: ClassVar[bool] = False  # True: one client at a time
 
     def works(self, per_round: int) -> float:
         """Works per client slot that one aggregation costs."""

@@ -1,5 +1,8 @@
 """The same runs on a GPU as on the CPU. `make gpu`."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,33 +13,70 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+EXAMPLES = {
+    "fixed": "fixed(cohorts=[[0, 1, 2], [3, 1]])",
+    "radfed": "radfed(redistributions=2)",
+    "radfedp": "radfedp(redistributions=2)",
+    "radfedm": "radfedm(redistributions=2)",
+    "radfeda": "radfeda(redistributions=2)",
+    "radfedi": "radfedi(redistributions=2)",
+    "2dlrd": "2dlrd(c=0.5, window=1)",
+    "krum": "krum(byzantine=0)",
+    "fedasync": "fedasync(staleness=poly, max_staleness=3)",
+    "adabest": "adabest(deploy=latest_of_all)",
+    "feddyn": "feddyn(deploy=running_mean)",
+    "importance": "importance(start=full)",
+}
+STACK = "radfed(redistributions=3)+adabest+dgt(alpha=0.5)+fedglad+2dlrd(c=0.5, window=1)"
+METHODS = [*(EXAMPLES.get(entry.name, entry.name) for entry in fl.list_methods()), STACK]
 
 
-METHODS = ["fedavg", "fedprox(mu=0.1)", "fedavgm(lr=0.3)", "fedadam", "fedyogi", "fedadagrad", "exponential", "linear"]
+def setting(method: str) -> dict[str, Any]:
+    """Batch norm, momentum and clipping where the method allows them; double precision, to compare digit by digit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)).double()
+    plain = method == "scaffold-m"
+    local = fl.Local(
+        steps=6, batch_size=20, lr=0.1, momentum=0 if plain else 0.9, clip_norm=None if plain else 5.0,
+        last_batch="bootstrap",
+    )  # fmt: skip
+    federation = fl.load("digits", "classes(per_client=2)", clients=10)
+    return {
+        "model": model, "federation": federation, "method": method, "rounds": 6, "clients_per_round": 5, "local": local,
+    }  # fmt: skip
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.cpu() - b.cpu()).norm() / b.norm())
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("normed", [False, True])
-def test_gpu_equals_cpu(method: str, normed: bool) -> None:
-    federation = fl.load("digits", "classes(per_client=2)", clients=10)
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 32), *([nn.BatchNorm1d(32)] if normed else []), nn.ReLU(), nn.Linear(32, 10)]
-    model = nn.Sequential(*layers).double()
-    local = fl.Local(epochs=2, batch_size=20, lr=0.1, momentum=0.9, clip_norm=5.0, last_batch="bootstrap")
-    there, here = (fl.fit(model, federation, method, 5, 4, local, device=device) for device in ("cuda", "cpu"))
+def test_gpu_equals_cpu(method: str) -> None:
+    there, here = (fl.fit(**setting(method), device=device) for device in ("cuda", "cpu"))
     assert there.params.is_cuda
-    difference = (there.params.cpu() - here.params).norm() / here.params.norm()
-    assert float(difference) < 1e-9
+    assert apart(there.params, here.params) < 1e-8
     assert there.history[-1]["test_accuracy"] == here.history[-1]["test_accuracy"]
+    for a, b in zip(there.model.parameters(), here.model.parameters(), strict=True):
+        assert a.device.type == "cpu"  # where the given model lives
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", [STACK, "adabest(deploy=latest_of_all)", "fedasync", "scaffold+fedadam+fedglad"])
+def test_resume_on_another_device(method: str, first: str, tmp_path: Path) -> None:
+    whole = fl.fit(**setting(method), device="cpu")
+    fl.fit(**{**setting(method), "rounds": 3}, device=first, checkpoint=tmp_path)
+    for second in ("cuda", "cpu"):
+        resumed = fl.fit(**setting(method), device=second, checkpoint=tmp_path, resume=True)
+        assert apart(resumed.params, whole.params) < 1e-8
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
-def test_precisions_train(precision: str) -> None:
+def test_precisions_train(precision: Any) -> None:
     federation = fl.load("digits", "iid", clients=10)
     model = fl.model("mlp(hidden=[32])", federation)
     local = fl.Local(epochs=5, batch_size=20, lr=0.1)
     before = torch.get_float32_matmul_precision()
-    result = fl.fit(model, federation, rounds=10, local=local, device="cuda", precision=precision)  # type: ignore[arg-type]
+    result = fl.fit(model, federation, rounds=10, local=local, device="cuda", precision=precision)
     assert result.history[-1]["test_accuracy"] > 0.8
     assert torch.get_float32_matmul_precision() == before
-    assert next(result.model.parameters()).device.type == "cpu"  # where the given model lives

@@ -84,10 +84,9 @@ class Loop:
     def _score(self, x: Tensor, buffers: Buffers, mine: Tensor) -> Tensor:
         """Mean over the client's batches, in stored order, of the squared norm of the gradient at x."""
         untouched = {name: buffer.clone() for name, buffer in buffers.items()}
-        pieces = torch.split(mine, self.setup.local.batch_size or len(mine))
         squares = []
-        for piece in pieces:
-            chosen = piece.to(x.device)
+        for places in self.setup.local.batches_in_order(len(mine)):
+            chosen = mine[torch.from_numpy(places)].to(x.device)
             gradient, _ = self._gradient(x, untouched, self.federation.x[chosen], self.federation.y[chosen])
             squares.append(gradient.double().square().sum())
         return torch.stack(squares).mean()

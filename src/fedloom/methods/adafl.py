@@ -42,7 +42,8 @@ class Adafl(Sampler):
 
     def observe(self, state: State, record: Round) -> State:
         updates = record.updates
-        d = updates.rows.distances(record.aggregate).cpu()
+        mean = updates.rows.weighted_sum(torch.full((len(updates),), 1 / len(updates), dtype=torch.float64))
+        d = updates.rows.distances(mean).cpu()
         if float(d.sum()) == 0:
             return state
         a, sampled = state["a"].clone(), updates.clients

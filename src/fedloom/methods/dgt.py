@@ -62,7 +62,9 @@ class Dgt(Update):
         tiny = (64 * torch.finfo(total.dtype).eps) ** 2
         compared = (own > 0) & (rest > tiny * w.square() * own)
         phi = torch.where(compared, along / (own * rest).sqrt().clamp(min=1e-300), 0.0).clamp(-1, 1)
-        target = state["baseline"][updates.owners].clamp(max=HIGHEST)
+        baseline = _at_least(state["baseline"], 1 + int(updates.owners.max()))
+        kept = baseline[updates.owners]
+        target = kept.clamp(max=HIGHEST)
         turns = compared & (phi < target)
 
         sine = (across / own.clamp(min=1e-300)).sqrt()  # not sqrt(1 - phi^2), which is noise where phi is near 1
@@ -77,8 +79,6 @@ class Dgt(Update):
         scale, share = shrink * (1 - a2 * w), shrink * a2
         rows = updates.rows.blend(scale.to(device), total, share.to(device), self.groups)
 
-        baseline = state["baseline"].clone()
-        kept = baseline[updates.owners]
         baseline[updates.owners] = torch.where(compared, self.alpha * kept + (1 - self.alpha) * phi, kept)
         state = {
             **state,
@@ -90,3 +90,8 @@ class Dgt(Update):
 
     def report(self, state: State) -> dict[str, Tensor]:
         return {"calibrated": state["calibrated"], "cosine": state["cosine"]}
+
+
+def _at_least(baseline: Tensor, owners: int) -> Tensor:
+    """A copy with room for so many: a given cohort may hold more travelling models than there are clients."""
+    return torch.cat([baseline, baseline.new_zeros(max(0, owners - len(baseline)), baseline.shape[1])])

@@ -66,7 +66,7 @@ def fedasync(
 @dataclass(frozen=True)
 class Asynchronous(Schedule):
     max_staleness: int
-    single = True
+    weights = "equal"
 
     def __post_init__(self) -> None:
         check(self.max_staleness >= 0, f"fedasync: max_staleness must be at least 0, not {self.max_staleness}")
@@ -81,7 +81,7 @@ class Asynchronous(Schedule):
         queue = state["queue"]
         u = int(cohorts.rng().integers(0, len(queue)))
         old = queue[len(queue) - 1 - u]
-        updates = yield cohorts.ask(cohorts.draw(1), old, cohorts.buffers)
+        updates = yield cohorts.ask(cohorts.draw(1).first(1), old, cohorts.buffers)
         rebased = updates.rows.plus(cohorts.theta - old)  # theta - x_new
         stale = torch.full((len(updates),), u, dtype=torch.float64)
         return state, replace(updates, rows=rebased, extra={**updates.extra, "staleness": stale})

@@ -54,13 +54,15 @@ class Fedglad(Rescaler):
     def rescale(self, state: State, record: Round) -> tuple[State, Tensor]:
         updates = record.updates
         if len(updates) < 2:
-            return {**state, "scale": torch.ones_like(state["scale"])}, record.scaled
+            one = torch.ones_like(state["scale"])
+            return {**state, "gsi": one, "scale": one}, record.scaled
         groups = updates.rows.space.groups(self.groups)
         w = updates.weights.double() / updates.weights.double().sum()
         mean = updates.rows.weighted_sum(w)  # under a median, still the mean
         spread = (w[:, None] * updates.rows.squares(self.groups)).sum(0).cpu()
         length = groups.sums(mean.square()).cpu()
-        gsi = torch.where(spread == 0, 1.0, (spread / length).sqrt())
+        cancelled = length <= (64 * torch.finfo(mean.dtype).eps) ** 2 * spread  # the average is nothing but rounding
+        gsi = torch.where(spread == 0, 1.0, torch.where(cancelled, math.inf, (spread / length).sqrt()))
 
         t = float(state["t"])
         known = torch.isfinite(gsi)

@@ -57,11 +57,13 @@ class Importance(Sampler):
     def heard(self, state: State, work: Work, updates: Updates) -> State:
         p, seen = state["p"].clone(), state["seen"].clone()
         scores = updates.extra["final_score"].to(p)
+        usable = torch.isfinite(scores)  # the square of a large gradient may overflow
+        clients, scores = updates.clients[usable], scores[usable]
         if work.max_steps == 0:  # the survey's scores stand as they are
-            p[updates.clients] = scores
+            p[clients] = scores
         else:
-            p[updates.clients] = (1 - self.gamma) * p[updates.clients] + self.gamma * scores
-        seen[updates.clients] = True
+            p[clients] = (1 - self.gamma) * p[clients] + self.gamma * scores
+        seen[clients] = True
         if bool(seen.any()):
             p[~seen] = p[seen].mean()
         return {"p": p, "seen": seen}
