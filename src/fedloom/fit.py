@@ -322,9 +322,9 @@ class Training:
         saved = checkpoints.load(self.folder, self._identity(), self.simulation.setup.device)
         if saved is None:
             return
-        fresh = self.state.stages  # says where each tensor lives
+        fresh, setup = self.state.stages, self.simulation.setup  # says where each tensor lives
         stages = {
-            key: {n: v.to(fresh[key][n].device if n in fresh[key] else "cpu") for n, v in values.items()}
+            key: {n: v.to(fresh[key][n].device if n in fresh[key] else setup.device) for n, v in values.items()}
             for key, values in saved.state.stages.items()
         }
         self.state, self.history = replace(saved.state, stages=stages), saved.history

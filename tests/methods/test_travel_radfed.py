@@ -427,8 +427,7 @@ def test_diverged_client_did_not_answer(away: Away) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("deploy", DEPLOY)
-@pytest.mark.parametrize("answers", [judge.always, patchy], ids=["always", "patchy"])
+@pytest.mark.parametrize(("deploy", "answers"), [("aggregate", judge.always), *((deploy, patchy) for deploy in DEPLOY)])
 def test_adabest(deploy: str, answers: judge.Presence) -> None:
     """t is the number of the Work; h_k takes what the client made of the model that it received."""
     setting = problem(COHORTS, answers=answers)
@@ -510,7 +509,6 @@ def test_buffers_travel_with_their_model(rounds: int, answers: judge.Presence) -
     [
         "radfed(redistributions=2)+adabest(mu=0.3)",
         "radfed(redistributions=2, away='fewer')+adabest(deploy='latest_of_all')",
-        "radfedm(redistributions=2)",
         "radfedi(redistributions=2)",
     ],
 )

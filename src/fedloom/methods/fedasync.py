@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedloom.method import register
 from fedloom.methods.fedprox import FedProx
-from fedloom.space import Space
+from fedloom.space import Buffers, Space
 from fedloom.stages import (
     Cohorts,
     Collected,
@@ -79,15 +79,29 @@ class Asynchronous(Schedule):
 
     def collect(self, state: State, cohorts: Cohorts) -> Collected:
         queue = state["queue"]
+        state = {**state, **self._with_newest(state, cohorts.buffers)}
         u = int(cohorts.rng().integers(0, len(queue)))
-        old = queue[len(queue) - 1 - u]
-        updates = yield cohorts.ask(cohorts.draw(1).first(1), old, cohorts.buffers)
+        place = len(queue) - 1 - u
+        old = queue[place]
+        buffers = {name: state[f"buffers/{name}"][place] for name in cohorts.buffers}
+        updates = yield cohorts.ask(cohorts.draw(1).first(1), old, buffers)
         rebased = updates.rows.plus(cohorts.theta - old)  # theta - x_new
         stale = torch.full((len(updates),), u, dtype=torch.float64)
         return state, replace(updates, rows=rebased, extra={**updates.extra, "staleness": stale})
 
     def observe(self, state: State, record: Round) -> State:
-        return {"queue": torch.cat([state["queue"], record.after[None]])[-self.max_staleness - 1 :]}
+        queue = torch.cat([state["queue"], record.after[None]])[-self.max_staleness - 1 :]
+        # The new model's buffers are known when the next round begins.
+        kept = {name: values[len(values) - len(queue) + 1 :] for name, values in state.items() if name != "queue"}
+        return {"queue": queue, **kept}
+
+    def _with_newest(self, state: State, buffers: Buffers) -> State:
+        """Each model's own batch-norm statistics, so that an old model is not sent with somebody else's."""
+        full = {}
+        for name, newest in buffers.items():
+            kept = state.get(f"buffers/{name}", newest[None][:0])
+            full[f"buffers/{name}"] = kept if len(kept) == len(state["queue"]) else torch.cat([kept, newest[None]])
+        return full
 
     def join(self, others: Mapping[str, Stage]) -> str | None:
         idle = [key.partition(".")[0] for key, stage in others.items() if isinstance(stage, Update | Rescaler)]
