@@ -9,10 +9,11 @@ from fedloom.data.catalogue import load
 from fedloom.errors import ConfigError, DataError, FedloomError, MethodError, ModelError, RunError
 from fedloom.experiment.folder import Run, load_run
 from fedloom.federation import Federation, Holdout
-from fedloom.fit import STOP, Event, Result, fit
+from fedloom.fit import fit
 from fedloom.local import Local
 from fedloom.method import Method, list_methods, register
 from fedloom.models.catalogue import model
+from fedloom.training import STOP, Event, Result
 
 __version__ = "0.1.0"
 

@@ -310,8 +310,7 @@ def test_robust_averages_refuse(text: str) -> None:
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("gamma", ["0.02", "0.5", "inf"])
 def test_fedglad_run(gamma: str, groups: By, weights: Any) -> None:
-    value = "1e999" if gamma == "inf" else gamma
-    text = f"fedglad(gamma={value}, groups='{groups}')+fedavg(weights='{weights}')"
+    text = f"fedglad(gamma={gamma}, groups='{groups}')+fedavg(weights='{weights}')"
     recipe = Recipe(rescaler=FedGlad(MODEL.groups(groups), float(gamma)), weights=weights)
     played = compare(text, recipe)
     scales = [scale for found in played.column("fedglad.scale") for scale in np.ravel(found)]
@@ -321,6 +320,11 @@ def test_fedglad_run(gamma: str, groups: By, weights: Any) -> None:
 def test_fedglad_defaults() -> None:
     compare("fedglad", Recipe(rescaler=FedGlad(MODEL.groups("tensor"), 0.02, 0.9)))
     assert fl.Method("fedglad").fills == ["rescaler"]
+
+
+def test_fedglad_without_bounds_has_a_name() -> None:
+    method = fl.Method("fedglad", gamma=math.inf)
+    assert method == fl.Method("fedglad(gamma=inf)") == fl.Method(method.text) == fl.Method(method.data)
 
 
 SERVERS: dict[str, Callable[[], Server]] = {
@@ -488,7 +492,7 @@ def changing_rounds(gamma: str, rounds: int, method: str = "fedavg", beta: float
     return play_rows(text, rows, cohorts=cohorts, rounds=rounds, layers=[(2, 1), (1, 1)])
 
 
-@pytest.mark.parametrize("gamma", ["0.02", "0.3", "1e999"])
+@pytest.mark.parametrize("gamma", ["0.02", "0.3", "inf"])
 def test_fedglad_first_round_is_untouched(gamma: str) -> None:
     played = changing_rounds(gamma, 4)
     assert np.array_equal(lists(played, "scale")[0], np.ones(4))
@@ -499,7 +503,7 @@ def test_fedglad_first_round_is_untouched(gamma: str) -> None:
 def test_fedglad_stays_within_its_bounds(gamma: float) -> None:
     """1 -+ gamma t; both bounds are met, and past t = 1/gamma the lower one is 0 and idle."""
     rounds = 30
-    played, free = changing_rounds(str(gamma), rounds), changing_rounds("1e999", rounds)
+    played, free = changing_rounds(str(gamma), rounds), changing_rounds("inf", rounds)
     scales, ratios = lists(played, "scale"), lists(free, "scale")
     t = np.arange(rounds)[:, None]
     expected = np.minimum(np.maximum(ratios, 1 - gamma * t), 1 + gamma * t)
@@ -515,7 +519,7 @@ def test_fedglad_stays_within_its_bounds(gamma: float) -> None:
 @pytest.mark.parametrize("beta", [0.9, 0.5])
 def test_fedglad_baseline_does_not_know_the_present(beta: float) -> None:
     """Eq. 13: the ratio is GSI over a moving average of the GSIs before it."""
-    played = changing_rounds("1e999", 20, beta=beta)
+    played = changing_rounds("inf", 20, beta=beta)
     found, scales = lists(played, "gsi"), lists(played, "scale")
     b = found[0]
     for now, scale in zip(found, scales, strict=True):
@@ -534,7 +538,7 @@ def test_fedglad_without_freedom_is_the_baseline(server: str) -> None:
 
 def test_fedglad_of_a_steady_gsi_is_the_baseline() -> None:
     rows = random_rows(np.random.default_rng(0), 3, 4)
-    glad, plain = (play_rows(m, rows, rounds=30) for m in ("fedglad(gamma=1e999)", "fedavg"))
+    glad, plain = (play_rows(m, rows, rounds=30) for m in ("fedglad(gamma=inf)", "fedavg"))
     for a, b in zip(glad.params, plain.params, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
@@ -543,7 +547,7 @@ def test_fedglad_of_a_steady_gsi_is_the_baseline() -> None:
 def test_second_moment_does_not_know_the_scale(server: str) -> None:
     """The rows do not depend on the model here, so v must be the same with and without FedGLAD; m must not."""
     method = f"{server}(beta1=0.9)"
-    free, fixed = (changing_rounds(gamma, 12, method) for gamma in ("1e999", "0.0"))
+    free, fixed = (changing_rounds(gamma, 12, method) for gamma in ("inf", "0.0"))
     for one, other in zip(free.stages, fixed.stages, strict=True):
         v = one[f"{server}.server"]["v"].numpy(), other[f"{server}.server"]["v"].numpy()
         np.testing.assert_allclose(v[0], v[1], rtol=1e-9)
@@ -576,7 +580,7 @@ def lists_of(played: Played, rounds: Sequence[int]) -> Array:
 
 def test_fedglad_that_starts_with_one_client() -> None:
     rows = random_rows(np.random.default_rng(8), 4, 5)
-    played = play_rows("fedglad(gamma=1e999)", rows, cohorts=[[0], [1, 2, 3]], rounds=6)
+    played = play_rows("fedglad(gamma=inf)", rows, cohorts=[[0], [1, 2, 3]], rounds=6)
     assert all(np.isfinite(params).all() for params in played.params)
     np.testing.assert_allclose(lists_of(played, [1, 3, 5]), 1.0, rtol=1e-9)  # B is the GSI of the first crowd
 
@@ -608,7 +612,7 @@ def test_fedglad_where_a_tensor_averages_to_zero() -> None:
     """Its GSI is infinite: s = 1 and B stays, so that the round after it is scaled as if it had not been."""
     rows = np.array([[1.0, 2.0, 1.0, 3.0], [2.0, 1.0, 3.0, 1.0], [1.0, 2.0, -1.0, 3.0], [3.0, 0.5, 2.0, 2.0]])
     layers = [(2, 1), (1, 0)]
-    method = "fedglad(gamma=1e999)+fedavg(weights='equal')"
+    method = "fedglad(gamma=inf)+fedavg(weights='equal')"
     first, cancelled, last = [0, 1], [0, 2], [1, 3]  # column 2 cancels in the second
     played = play_rows(method, rows, cohorts=[first, cancelled, last], rounds=3, layers=layers)
     assert all(np.isfinite(params).all() for params in played.params)

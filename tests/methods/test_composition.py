@@ -509,6 +509,7 @@ RESUMED = [
     "clustered+scaffold+ida",
     "adafl+adabest+dgt+fedglad+median",
     "trimmed-mean(fraction=0.3)+fedyogi+fedglad",
+    "radfed(redistributions=2)+dgt(alpha=0.5)+fixed(cohorts=[[0, 1, 2, 0, 3, 4, 5, 1]])",  # more slots than clients
 ]
 
 

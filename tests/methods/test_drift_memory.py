@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.fit import Training
 from fedloom.memory import Memory
+from fedloom.training import Training
 from tests.methods.test_drift_reference import CLIENTS, LOCALS, linear_model, play, squared_error
 
 LIKE = torch.zeros(3, dtype=torch.float64)

@@ -118,6 +118,19 @@ def test_pair(one: str, other: str, federation: fl.Federation) -> None:
     assert without_seconds(results[0].history) == without_seconds(results[1].history)
 
 
+FULL = "importance(start='full')"
+WITH_FULL = [name for name in NAMES if "sampler" not in fl.Method(TEXTS[name]).fills]
+
+
+@pytest.mark.parametrize("name", WITH_FULL)
+def test_with_a_pass_over_all_clients_first(name: str, federation: fl.Federation) -> None:
+    """The pass asks without training: every rate, schedule and memory must bear a Work of no steps."""
+    results = [run(f"{TEXTS[name]}+{FULL}", federation) for _ in range(2)]
+    assert bool(torch.isfinite(results[0].params).all())
+    assert torch.equal(results[0].params, results[1].params)
+    assert results[0].history[0]["works"] == run(TEXTS[name], federation).history[0]["works"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The five papers at once
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 import fedloom as fl
-from fedloom.fit import Training
 from fedloom.stages import Sampler, Setup, State
+from fedloom.training import Training
 from tests.methods.server_reference import final_score, urns
 from tests.methods.test_updates import (
     CLIENTS,

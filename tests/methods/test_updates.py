@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.fit import Training
 from fedloom.stages import State
+from fedloom.training import Training
 from tests import reference
 from tests.methods import server_reference
 from tests.methods.server_reference import Dgt, Krum, Recipe, Seen, TwoLayers, cosine, krum_scores, plain_answers

@@ -6,7 +6,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedloom.fit import Callback, Event
+from fedloom.training import Callback, Event
 
 SECONDS = 5.0
 

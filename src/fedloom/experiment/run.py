@@ -18,8 +18,8 @@ from fedloom.experiment.folder import (
     write_partition,
     write_text,
 )
-from fedloom.fit import Callback, Event, Training
 from fedloom.models import model as make_model
+from fedloom.training import Callback, Event, Training
 
 
 def start_run(

@@ -1,0 +1,288 @@
+"""A run on its way: the loop over rounds, the history, callbacks, checkpoints."""
+
+import copy
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from fedloom import checkpoint as checkpoints
+from fedloom.errors import ConfigError, RunError
+from fedloom.federation import Federation
+from fedloom.method import Method
+from fedloom.round import Outcome
+from fedloom.simulation import Simulation
+from fedloom.space import Buffers
+from fedloom.stages import Updates, Work
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LOG = logging.getLogger("fedloom")
+
+
+class Signal(Enum):
+    """What a callback may return."""
+
+    STOP = "stop"
+
+
+STOP = Signal.STOP
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a callback is told after each round."""
+
+    round: int  # rounds done
+    rounds: int  # rounds planned
+    params: Tensor  # [P] the cloud model that the next round starts from
+    metrics: Mapping[str, Any]  # the round's line of the history
+    updates: Updates | None  # what was averaged; None: nobody answered
+
+
+Callback = Callable[[Event], Signal | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind."""
+
+    params: Tensor  # [P] the final cloud model
+    model: nn.Module  # the deployable model; with `patience`, the one with the best validation score
+    history: list[dict[str, Any]]  # one dict a round; counts (works, local_steps, bytes, seconds) add up over rounds
+    stopped: str = "rounds"  # why it ended: "rounds", "callback" or "patience"
+
+    def frame(self) -> "pd.DataFrame":
+        """The history as a table, one line a round."""
+        import pandas as pd
+
+        return pd.DataFrame(self.history)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+@dataclass
+class Best:
+    """The best validation score so far, and how long there was no gain."""
+
+    patience: int | None
+    min_gain: float
+    score: float | None = None
+    waited: int = 0
+    theta: Tensor | None = None
+    buffers: Buffers = field(default_factory=dict)
+
+    def see(self, score: float, theta: Tensor, buffers: Buffers) -> None:
+        """An undefined score is worse than any other."""
+        score = -math.inf if math.isnan(score) else score
+        needed = self.score
+        if needed is not None and math.isfinite(needed):
+            needed += self.min_gain * abs(needed)
+        if needed is None or score > needed:
+            self.score, self.waited, self.theta, self.buffers = score, 0, theta, buffers
+        else:
+            self.waited += 1
+
+    @property
+    def tired(self) -> bool:
+        return self.patience is not None and self.waited >= self.patience
+
+
+def _ignore(work: Work) -> None:
+    pass
+
+
+def _nested(buffers: Buffers) -> Buffers:
+    return {f"buffers/{name}": value for name, value in buffers.items()}
+
+
+class Training:
+    """A run on its way: the state after the last whole round, and the history. Making one checks every setting."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        federation: Federation,
+        method: str | Method,
+        *,
+        rounds: int,
+        eval_every: int = 1,
+        eval_between: bool = False,
+        patience: int | None = None,
+        min_gain: float = 0.0,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 10,
+        resume: bool = False,
+        **settings: Any,
+    ) -> None:
+        _check_count("rounds", rounds)
+        _check_count("eval_every", eval_every)
+        _check_count("checkpoint_every", checkpoint_every)
+        if patience is not None:
+            _check_count("patience", patience)
+            if federation.validation is None:
+                raise ConfigError("patience needs validation data: clients or a set that is held out from training")
+        if resume and checkpoint is None:
+            raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
+        self.given = model
+        self.rounds, self.eval_every, self.checkpoint_every = rounds, eval_every, checkpoint_every
+        self.eval_between = eval_between
+        self.best = Best(patience, min_gain)
+        self.folder = None if checkpoint is None else Path(checkpoint)
+        self.simulation = Simulation.of(model, federation, Method(method), **settings)
+        for remark in self.simulation.method.remarks:
+            LOG.warning(remark)
+        self.state = self.simulation.begin()
+        self.history: list[dict[str, Any]] = []
+        self.resumed = resume
+        if resume:
+            self.resume()
+
+    def run(self, callbacks: Sequence[Callback] = ()) -> Result:
+        """Play the rounds that are left."""
+        if not self.resumed and self.folder is not None and checkpoints.exist(self.folder):
+            raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
+        stopped = "rounds"
+        with self.simulation.numerics():
+            if self.best.tired:
+                stopped = "patience"
+            while self.state.round < self.rounds and stopped == "rounds":
+                number = self.state.round + 1
+                last = number == self.rounds
+                outcome = self.round(evaluate=last or number % self.eval_every == 0)
+                if self._call(callbacks, outcome):
+                    stopped = "callback"
+                elif self.best.tired:
+                    stopped = "patience"
+                if stopped != "rounds" or last or number % self.checkpoint_every == 0:
+                    self.save()
+        return Result(self.state.theta, self.model(), self.history, stopped)
+
+    def _call(self, callbacks: Sequence[Callback], outcome: Outcome) -> bool:
+        """Tell every callback; True if one wants to stop."""
+        updates = outcome.record.updates if outcome.record else None
+        params, metrics = self.state.theta.clone(), dict(self.history[-1])  # a callback may do with them what it likes
+        event = Event(self.state.round, self.rounds, params, metrics, updates)
+        return STOP in [callback(event) for callback in callbacks]
+
+    def round(self, evaluate: bool) -> Outcome:
+        """Play one round and add its line to the history."""
+        began = time.perf_counter()
+        self.between: dict[str, list[float]] = {}
+        try:
+            outcome = self.simulation.play(self.state, self._between if evaluate and self.eval_between else _ignore)
+            measured = self.simulation.evaluate(outcome.state) if evaluate else {}
+        except KeyboardInterrupt:
+            self.save()
+            raise
+        self.state = outcome.state
+        self.simulation.population.settle()
+        self.history.append(self._row(outcome, measured, time.perf_counter() - began))
+        for client in outcome.traffic.diverged:
+            LOG.warning("round %d: client %d diverged (loss or update not finite); left out", self.state.round, client)
+        if outcome.record is None:
+            LOG.warning("round %d: no usable update came back; the model stays as it was", self.state.round)
+        if measured and self.best.patience is not None:
+            score = measured.get(f"validation_{self.simulation.evaluator.name}", -measured["validation_loss"])
+            self.best.see(score, self.simulation.deployed(self.state), self.state.buffers)
+        return outcome
+
+    def _row(self, outcome: Outcome, measured: Mapping[str, float], seconds: float) -> dict[str, Any]:
+        traffic = outcome.traffic
+        before = self.history[-1] if self.history else {}
+        counts: dict[str, Any] = {
+            "works": traffic.works,
+            "local_steps": traffic.local_steps,
+            **self.simulation.traffic_bytes(traffic, outcome.state),
+            "seconds": seconds,
+        }
+        return {
+            "round": outcome.state.round,
+            **{name: before.get(name, 0) + value for name, value in counts.items()},
+            "asked": traffic.asked,
+            "answered": traffic.answered,
+            "diverged": len(traffic.diverged),
+            "train_loss": traffic.loss / traffic.samples if traffic.samples else float("nan"),
+            **measured,
+            **self.between,
+            **outcome.metrics,
+        }
+
+    def _between(self, work: Work) -> None:
+        """Measure models that travel, before each Work but the first of a round."""
+        if work.w > self.state.work and work.share == 1:
+            for name, value in self.simulation.evaluate_travelling(work).items():
+                self.between.setdefault(f"between_{name}", []).append(value)
+
+    def model(self) -> nn.Module:
+        """The deployable model, where the given one lives."""
+        theta, buffers = self.best.theta, self.best.buffers
+        if theta is None:
+            theta, buffers = self.simulation.deployed(self.state), self.state.buffers
+        deployable = copy.deepcopy(self.given)
+        self.simulation.setup.space.load(deployable, theta, buffers)
+        return deployable
+
+    def save(self) -> None:
+        if self.folder is None:
+            return
+        best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
+        notes = {"score": self.best.score, "waited": self.best.waited}
+        saved = checkpoints.Saved(self.state, self.simulation.population.tensors(), self.history, best, notes)
+        checkpoints.save(self.folder, saved, self.identity)
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        assert self.folder is not None
+        saved = checkpoints.load(self.folder, self.identity, self.simulation.setup.device)
+        if saved is None:
+            return
+        fresh, setup = self.state.stages, self.simulation.setup  # says where each tensor lives
+        stages = {
+            key: {n: v.to(fresh[key][n].device if n in fresh[key] else setup.device) for n, v in values.items()}
+            for key, values in saved.state.stages.items()
+        }
+        self.state, self.history = replace(saved.state, stages=stages), saved.history
+        self.simulation.population.restore(saved.memory)
+        self.best.score, self.best.waited = saved.notes["score"], saved.notes["waited"]
+        if saved.best:
+            self.best.theta = saved.best["theta"]
+            self.best.buffers = {n.removeprefix("buffers/"): b for n, b in saved.best.items() if n != "theta"}
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to belong to this run; engine and device may change."""
+        setup = self.simulation.setup
+        shapes = {name: list(shape) for name, shape in zip(setup.space.names, setup.space.shapes, strict=True)}
+        data = hashlib.sha256()
+        federation = self.simulation.federation
+        few = federation.x[:: max(1, len(federation.x) // 1000)]  # enough to tell other data, cheap enough to ask often
+        for tensor in (federation.offsets, federation.index, federation.y, few):
+            data.update(tensor.cpu().numpy().tobytes())
+        absence = self.simulation.population.absence
+        availability = absence.availability
+        if not isinstance(availability, float | int | None):
+            availability = type(availability).__name__
+        return {
+            "method": self.simulation.method.text,
+            "model": shapes,
+            "data": data.hexdigest(),
+            "availability": availability,
+            "dropout_rate": absence.dropout_rate,
+            "metric": self.simulation.evaluator.name,
+            "per_round": setup.per_round,
+            "local": asdict(setup.local),
+            "seed": setup.seed,
+        }
