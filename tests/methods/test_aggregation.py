@@ -121,11 +121,12 @@ def test_fednova_closed_forms(kind: str) -> None:
 @pytest.mark.parametrize("local", [{"batch_size": 4, "steps": 5, "lr": 0.02}, {"batch_size": None, "lr": 0.02}])
 @pytest.mark.parametrize("extra", ["", "+fedprox(mu=1.0)", "+fedadam"])
 def test_fednova_of_equal_steps_is_fedavg(extra: str, local: dict[str, Any]) -> None:
-    nova, plain = (play(with_cohorts(f"{m}{extra}", COHORTS), local=local) for m in ("fednova", "fedavg"))
+    texts = [with_cohorts(f"{m}{extra}", COHORTS) for m in ("fednova", "fedavg")]
+    nova, plain = (play(text, local=local, rounds=10) for text in texts)
     for a, b in zip(nova.params, plain.params, strict=True):
         assert relative_error(a, b) < 1e-12
-    unequal = play(with_cohorts(f"fednova{extra}", COHORTS)), play(with_cohorts(f"fedavg{extra}", COHORTS))
-    assert relative_error(unequal[0].params[-1], unequal[1].params[-1]) > 1e-4
+    nova, plain = (play(text, rounds=5) for text in texts)  # as many steps as there are batches
+    assert relative_error(nova.params[-1], plain.params[-1]) > 1e-5
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
@@ -530,9 +531,9 @@ def test_fedglad_baseline_does_not_know_the_present(beta: float) -> None:
 @pytest.mark.parametrize("server", ["fedavg", "fedavg(lr=0.5)", "fedavgm", "fedadam", "fedyogi", "fedadagrad"])
 def test_fedglad_without_freedom_is_the_baseline(server: str) -> None:
     """gamma = 0, bit for bit."""
+    plain = play(with_cohorts(server, COHORTS), rounds=10)
     for groups in GROUPS:
-        text = f"{server}+fedglad(gamma=0, groups='{groups}')"
-        glad, plain = (play(with_cohorts(m, COHORTS), rounds=14) for m in (text, server))
+        glad = play(with_cohorts(f"{server}+fedglad(gamma=0, groups='{groups}')", COHORTS), rounds=10)
         assert all(np.array_equal(a, b) for a, b in zip(glad.params, plain.params, strict=True))
 
 

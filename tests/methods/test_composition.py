@@ -535,9 +535,9 @@ def run(method: str, rounds: int, **settings: Any) -> fl.Result:
 @pytest.mark.parametrize("method", RESUMED)
 @pytest.mark.parametrize("stop", [1, 4])
 def test_resumed_run_is_the_same(method: str, stop: int, tmp_path: Path) -> None:
-    whole = run(method, 9)
+    whole = run(method, 6)
     run(method, stop, checkpoint=tmp_path)
-    resumed = run(method, 9, checkpoint=tmp_path, resume=True)
+    resumed = run(method, 6, checkpoint=tmp_path, resume=True)
     assert torch.equal(whole.params, resumed.params)
     assert repr(without_seconds(whole.history)) == repr(without_seconds(resumed.history))
 

@@ -58,7 +58,7 @@ class Loop:
         rng = client_rng(self.setup.seed, work.w, client, int(work.occurrence[k]))
         begin, end = self.federation.offsets[client : client + 2].tolist()
         batches = local.batches(end - begin, rng, work.max_steps)
-        torch.manual_seed(int(rng.integers(1 << 62)))  # for dropout and the like
+        _seed(start.device, int(rng.integers(1 << 62)))
         mine = self.federation.index[begin:end]
 
         x, optimizer = start, Optimizer(local)
@@ -97,6 +97,13 @@ class Loop:
         losses = self.task.losses(leaf, buffers, inputs, targets)
         (gradient,) = torch.autograd.grad(losses.mean(), leaf)
         return gradient, losses.detach()
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """For dropout and the like. `torch.manual_seed` seeds every device that there is, and takes its time."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Dgt(Update):
 
     def __post_init__(self) -> None:
         check(0 <= self.alpha <= 1, f"dgt: alpha must be between 0 and 1, not {self.alpha}")
-        check(self.max_scale is None or self.max_scale > 0, f"dgt: max_scale must be above 0, not {self.max_scale}")
+        check(self.max_scale is None or self.max_scale >= 1, f"dgt: max_scale must be at least 1, not {self.max_scale}")
 
     def init(self, setup: Setup) -> State:
         groups = len(setup.space.groups(self.groups))

@@ -105,7 +105,7 @@ class Asynchronous(Schedule):
 
     def join(self, others: Mapping[str, Stage]) -> str | None:
         idle = [key.partition(".")[0] for key, stage in others.items() if isinstance(stage, Update | Rescaler)]
-        return f"fedasync averages one client at a time, so {', '.join(idle)} has no effect" if idle else None
+        return f"fedasync averages one client at a time, so without effect: {', '.join(idle)}" if idle else None
 
     def wire(self, space: Space) -> Wire:
         return Wire(down=1, up=1)  # the model's version

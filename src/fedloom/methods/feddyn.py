@@ -88,8 +88,11 @@ class FedDynServer(Deploying):
 
     def step(self, state: State, record: Round) -> tuple[State, Tensor]:
         bar = record.theta - record.scaled
-        r = int(record.updates.counts.sum())
-        h = state["h"] + r / float(state["population"]) * record.scaled
+        r = len(record.updates)
+        moved = record.scaled
+        if int(record.updates.counts.max()) > 1:  # a client drawn twice counts twice in bar, but has one h_k
+            moved = moved - record.aggregate + record.updates.rows.weighted_sum(torch.full((r,), 1 / r).double())
+        h = state["h"] + r / float(state["population"]) * moved
         return {**self.averaged(state, bar), "h": h}, bar - h
 
     def report(self, state: State) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ Departures: the weighted form in the appendix prints 1/r beside weights that sum
 the number kept; both would give GSI < 1 on identical clients. The released code mixes weighted means with unweighted
 distances, whose radicand can turn negative. Under FedAdam the second moment takes the unscaled average (line 9
 precedes the scaling). Under AdaBest and FedDyn the scaled average replaces the plain one. A group without any update
-has GSI 1; one whose updates cancel exactly is left alone, as is a round with fewer than two rows.
+has GSI 1; one whose updates cancel exactly is left alone, as is a round with fewer than two rows. In the first round
+both bounds are 1, so that every group counts as `at_bound`.
 """
 
 import math

@@ -12,7 +12,8 @@ What it costs: three numbers up.
 
 Departures: a_k comes from the recursion itself (same rates, momentum and pull), which gives the paper's closed forms
 for plain, momentum and proximal SGD and is right for their mixtures too. Rows are scaled by tau_eff / a_k and keep
-their weights, so that a rescaler sees a plain average. Adam has no such a_k and is refused.
+their weights, so that a rescaler sees a plain average. Adam has no such a_k and is refused; weight decay and clipping
+are left out of a_k, as in the paper.
 """
 
 from dataclasses import dataclass, replace

@@ -18,7 +18,7 @@ from fedloom.stages import Rate, Setup, State, Updates, Work, check, scalar
 @register("first-only", paper="Mo et al., IJCNN 2021 (Fig. 2)")
 @dataclass(frozen=True)
 class FirstOnly(Rate):
-    """Later local steps stop counting after a number of rounds."""
+    """Later local steps stop counting after a number of Works."""
 
     after: int = 100
 

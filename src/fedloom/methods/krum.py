@@ -41,9 +41,10 @@ class Krum(Update):
     def apply(self, state: State, updates: Updates) -> tuple[State, Updates]:
         r, f = len(updates), self.byzantine
         if r < 2 * f + 3:
-            if r > 1 and not state["warned"]:
+            said = "staleness" in updates.extra  # an asynchronous schedule has remarked on it already
+            if not said and not state["warned"]:
                 LOG.warning("krum needs %d updates for byzantine=%d; a round with %d is not filtered", 2 * f + 3, f, r)
-            return {"kept": scalar(r), "warned": scalar(r > 1 or state["warned"])}, updates
+            return {"kept": scalar(r), "warned": scalar(1)}, updates
         squares = updates.rows.pairwise_squares().cpu()
         squares.fill_diagonal_(float("inf"))
         scores = squares.sort(dim=1).values[:, : r - f - 2].sum(1)

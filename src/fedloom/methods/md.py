@@ -40,7 +40,7 @@ class Md(BySize):
 
     def draw(self, state: State, setup: Setup, number: int, w: int, rng: Rng) -> np.ndarray:
         mass = state["mass"].cpu().numpy()
-        return np.asarray(np.searchsorted(mass, rng.random(number) * mass[-1], side="right"))
+        return _at(mass, rng.random(number) * mass[-1])
 
 
 @register("clustered", paper=PAPER)
@@ -55,5 +55,9 @@ class Clustered(BySize):
     def draw(self, state: State, setup: Setup, number: int, w: int, rng: Rng) -> np.ndarray:
         mass = state["mass"].cpu().numpy()
         urns = (np.arange(number) + rng.random(number)) / number * mass[-1]
-        drawn = state["order"].cpu().numpy()[np.searchsorted(mass, urns, side="right")]
-        return rng.permutation(drawn)
+        return rng.permutation(state["order"].cpu().numpy()[_at(mass, urns)])
+
+
+def _at(mass: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Whose piece of the mass each point lies in; rounding may put a point onto the very end."""
+    return np.minimum(np.searchsorted(mass, points, side="right"), len(mass) - 1)

@@ -17,7 +17,9 @@ with Adam, radfedi draws clients by importance.
 Departures: Algorithm 2 prints the variants over each other; line 17 lost the square root of Adam's second moment.
 Where clients are away, the paper names two strategies. `away="even"`: a model whose client does not answer stays, and
 models that moved fewer than S times are sent on by further Works (at most S), the least moved first. `away="fewer"`:
-such a model is given up for this round, unless it is the last.
+such a model is given up for this round, unless it is the last. Where a cohort is smaller than the number of models, the
+least moved go (even), or only that many go on (fewer). A client drawn twice takes one model under a method that
+remembers.
 """
 
 from collections.abc import Sequence

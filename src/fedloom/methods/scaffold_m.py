@@ -7,7 +7,8 @@ models, with sigma the sum of the K learning rates of the local run:
     c_k_new = c_k - c + (theta - theta_k) / sigma
     c <- (N - r)/N c + 1/N sum_k (theta - theta_k) / sigma
 
-What it does: the same as scaffold, to rounding.
+What it does: the same as scaffold, to rounding, where the client stage is its own (a pull, or rows that Krum drops, are
+part of what the server sees).
 When it helps: where uplink is dear.
 What it costs: twice the traffic down, none more up, P numbers of memory per client.
 
@@ -55,11 +56,17 @@ class ScaffoldM(Client):
         return Correction(drift=sent["c"] - memory["c"])
 
     def end(self, memory: State, sent: State, info: Info, updates: Updates) -> tuple[State, State]:
-        return {"c": memory["c"] - sent["c"] + updates.rows.matrix / _sigma(info.rates)}, {}
+        sigma = _sigma(info.rates)
+        if sigma == 0:  # nobody moved, nothing was learned of any gradient
+            return memory, {}
+        return {"c": memory["c"] - sent["c"] + updates.rows.matrix / sigma}, {}
 
     def heard(self, state: State, work: Work, updates: Updates) -> State:
         r, n = len(updates), float(state["clients"])
-        rebuilt = updates.rows.weighted_sum(torch.ones(r)) / _sigma(work.rates)
+        sigma = _sigma(work.rates)
+        if sigma == 0:
+            return state
+        rebuilt = updates.rows.weighted_sum(torch.ones(r)) / sigma
         return {**state, "c": (n - r) / n * state["c"] + rebuilt / n}
 
     def report(self, state: State) -> dict[str, Tensor]:
