@@ -91,7 +91,8 @@ class FedDynServer(Deploying):
         r = len(record.updates)
         moved = record.scaled
         if int(record.updates.counts.max()) > 1:  # a client drawn twice counts twice in bar, but has one h_k
-            moved = moved - record.aggregate + record.updates.rows.weighted_sum(torch.full((r,), 1 / r, dtype=torch.float64))
+            once = record.updates.rows.weighted_sum(torch.full((r,), 1 / r, dtype=torch.float64))
+            moved = moved - record.aggregate + once
         h = state["h"] + r / float(state["population"]) * moved
         return {**self.averaged(state, bar), "h": h}, bar - h
 
