@@ -21,7 +21,8 @@ h1 { font-size: 1.5rem; margin: 0 0 4px; } h2 { font-size: 1.1rem; margin: 32px 
 p.setting { color: var(--soft); margin: 0; } .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+th { white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 11rem; }
 tr.best td { font-weight: 650; } i.key { display: inline-block; width: 10px; height: 10px; border-radius: 2px;
   margin-right: 8px; } .curve { height: 420px; } details pre { overflow-x: auto; font-size: 0.85rem; }
 """
@@ -47,7 +48,7 @@ def comparison_page(comparison: Comparison) -> str:
     best = max(comparison.rows, key=lambda row: row.mean)
     lines = []
     for row, colour in zip(comparison.rows, colours, strict=True):
-        shown = [html.escape(cell) for cell in cells(row)]
+        shown = [html.escape(cell).replace("+", "+<wbr>") for cell in cells(row)]
         shown[0] = f'<i class="key" style="background:{colour}"></i>{shown[0]}'
         mark = ' class="best"' if row is best else ""
         lines.append(f"<tr{mark}>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>")
@@ -118,7 +119,7 @@ def _curve(heading: str, name: str, scale: float, unit: str, groups: Sequence[tu
         hovermode="x unified",
         xaxis={"title": "works"},
         yaxis={"title": unit},
-        legend={"orientation": "h", "y": -0.18},
+        legend={"orientation": "h", "y": -0.25, "yanchor": "top"},
         showlegend=True,
     )
     drawn = figure.to_html(
