@@ -1,9 +1,11 @@
 """One round: the pipeline of stages, as a generator that yields Work and is sent Updates. It trains nothing itself.
 
-play = play_round(pipeline, setup, state)
-work = next(play)
-while True:
-    work = play.send(engine(work))      # until StopIteration brings the Outcome
+    play = play_round(pipeline, setup, state)
+    work = next(play)
+    while True:
+        work = play.send(engine(work))
+
+StopIteration brings the Outcome.
 """
 
 from collections.abc import Generator, Mapping
