@@ -107,7 +107,7 @@ def buffers_of(model: nn.Module) -> Buffers:
 
 def average_buffers(stacked: Mapping[str, Tensor], weights: Tensor) -> Buffers:
     """Float buffers: the weighted mean over clients; counters: the largest. `stacked` holds [K, ...] tensors."""
-    share = weights / weights.sum()
+    share = weights.double() / weights.double().sum()
     averaged: Buffers = {}
     for name, values in stacked.items():
         if values.is_floating_point():

@@ -7,7 +7,7 @@ from torch import nn
 import fedloom as fl
 
 
-def run(method: str, **settings: bool) -> fl.Result:
+def run(method: str, eval_between: bool = False) -> fl.Result:
     torch.manual_seed(0)
     x, y = torch.randn(60, 4, dtype=torch.float64), torch.randint(3, (60,))
     federation = fl.Federation.from_arrays(
@@ -15,7 +15,7 @@ def run(method: str, **settings: bool) -> fl.Result:
     )
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     local = fl.Local(batch_size=3, lr=0.2)
-    return fl.fit(model, federation, method, rounds=1, clients_per_round=3, local=local, **settings)
+    return fl.fit(model, federation, method, rounds=1, clients_per_round=3, local=local, eval_between=eval_between)
 
 
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])
