@@ -26,7 +26,9 @@ GOOD = [(X[:4], Y[:4]), (X[4:], Y[4:])]
         ({"clients": [(X / torch.tensor([1.0, 0.0, 1.0]), Y)]}, "samples of client 0 hold a NaN or an infinity"),
         ({"clients": [(X, np.array([0.0, np.nan, 0, 0, 0, 0]))]}, "targets of client 0 hold a NaN.* sample 1"),
         ({"clients": [([[1.0], [1.0, 2.0]], [0, 1])]}, "can't be read as one array"),
-        ({"clients": [(X, Y - 1)]}, "labels go down to -1"),
+        ({"clients": [(X, Y - 1)], "classes": 2}, "labels go down to -1"),
+        ({"clients": GOOD, "test": (X.long(), Y)}, "test samples have dtype torch.int64"),
+        ({"clients": GOOD, "test": (X, Y[:, None])}, r"test targets have shape \(1,\)"),
         ({"clients": GOOD, "classes": 1}, "training labels go up to 1, but there are 1 classes"),
         ({"clients": GOOD, "test": (X, Y + 5), "classes": 2}, "test labels go up to 6"),
         ({"clients": GOOD, "test": (X[:, :1], Y)}, r"test samples have shape \(1,\)"),
@@ -37,6 +39,44 @@ GOOD = [(X[:4], Y[:4]), (X[4:], Y[4:])]
 def test_federation(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(fl.DataError, match=words):
         fl.Federation.from_arrays(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("index", "offsets", "words"),
+    [
+        ([0, 1, 2, 3], [0, 3, 2, 4], "offsets must rise"),
+        ([0, 1, 2, 3], [0, 2, 5], "offsets must rise"),
+        ([0, 1, 2, 3], [1, 2, 4], "offsets must rise"),
+        ([0, 1, 2, 3], [0, 0, 4], "client 0 has no samples"),
+        ([0, 1, 2, 6], [0, 2, 4], "samples 0 to 5"),
+    ],
+)
+def test_slices(index: list[int], offsets: list[int], words: str) -> None:
+    with pytest.raises(fl.DataError, match=words):
+        fl.Federation.build(X, Y, torch.tensor(index), torch.tensor(offsets))
+
+
+def test_labels_are_checked_under_cross_entropy_only() -> None:
+    federation = fl.Federation.from_arrays([(X, 2 * Y - 1)])
+    fl.fit(nn.Linear(3, 1), federation, rounds=1, loss=lambda o, t: (1 - o[:, 0] * t).clamp(min=0))
+    with pytest.raises(fl.ModelError, match="whole numbers from 0"):
+        fl.fit(nn.Linear(3, 2), federation, rounds=1)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    local = fl.Local(lr=np.float32(0.5), batch_size=np.int64(2))  # type: ignore[arg-type]
+    method = fl.Method("fedprox", mu=np.float64(0.5))
+    rounds, seed = np.int64(2), np.int64(3)
+    result = fl.fit(nn.Linear(3, 2), fl.Federation.from_arrays(GOOD), method, rounds, np.int64(1), local, seed=seed)  # type: ignore[arg-type]
+    assert len(result.history) == 2
+
+
+def test_a_metric_must_not_hide_the_loss() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return 1.0
+
+    with pytest.raises(fl.ConfigError, match="rename"):
+        fl.fit(nn.Linear(3, 2), fl.Federation.from_arrays(GOOD, test=(X, Y)), rounds=1, metric=loss)
 
 
 def test_client_number() -> None:
@@ -72,6 +112,11 @@ def test_client_number() -> None:
         ({"loss": lambda o, t: nn.functional.cross_entropy(o, t)}, "one value per sample, shape"),
         ({"loss": lambda o, t: (o - t).mean()}, "one value per sample, shape"),
         ({"loss": lambda o, t: o @ t}, "the loss can't compare outputs of shape"),
+        ({"federation": GOOD}, "must be a fl.Federation, not list"),
+        ({"local": {"lr": 0.1}}, "must be a fl.Local, not dict"),
+        ({"callbacks": print}, "list of functions"),
+        ({"min_gain": "a"}, "min_gain"),
+        ({"checkpoint": __file__}, "is a file; name a folder"),
         ({"model": nn.Linear(4, 2)}, "can't read samples of shape"),
         ({"model": nn.Linear(3, 1)}, "2 classes, but the model has 1 outputs"),
         ({"model": "mlp"}, "must be a torch.nn.Module"),

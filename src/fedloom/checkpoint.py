@@ -78,7 +78,7 @@ def load(folder: Path, identity: Mapping[str, Any], device: torch.device) -> Sav
     for path in found:
         try:
             manifest = _manifest(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             LOG.warning("checkpoint %s is damaged (%s); trying the one before it", path.name, error)
             continue
         _same_run(manifest["identity"], identity)

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fedloom.errors import ConfigError, FedloomError, RunError
-from fedloom.experiment.config import RunConfig, read_config
-from fedloom.experiment.folder import CONFIG, MODEL, load_run, write_model, write_text
+from fedloom.experiment.config import RunConfig, read_comparison, read_config
+from fedloom.experiment.folder import COMPARISON, CONFIG, is_finished, load_run, write_model, write_text
 
 app = typer.Typer(
     help="Federated learning on client data that differ.",
@@ -84,16 +84,20 @@ def run(
     from fedloom.experiment.progress import Watch
     from fedloom.experiment.run import start_run
 
-    settings = _settings(written, config, folder, overwrite, resume)
-    if resume and (folder / MODEL).exists():
+    begun = read_config(folder / CONFIG) if resume and (folder / CONFIG).is_file() else {}
+    settings = _settings(begun, written, config, overwrite, resume)
+    if resume and is_finished(folder):
+        done = start_run(settings, folder, resume=True)
         out.print(f"{folder} holds a finished run: nothing is left to do", soft_wrap=True)
+        if not (folder / "report.html").exists():
+            _write_page(folder, "run_page", done)
         return
     with Watch(settings.rounds, err) as watch:
         callback = watch.callback(settings.method, settings.metric)
         done = start_run(settings, folder, overwrite=overwrite, resume=resume, callbacks=[callback])
     last = done.history[-1]
     names = [name for name in (f"test_{settings.metric}", "test_loss") if last.get(name) is not None]
-    shown = ", ".join(f"{name} {last[name]:.4f}" for name in names)
+    shown = ", ".join(f"{name} {last[name]:.4f}" for name in names) or "diverged"
     out.print(f"{settings.method}: round {last['round']}, {shown}", soft_wrap=True, highlight=False)
     _write_page(folder, "run_page", done)
 
@@ -102,9 +106,9 @@ def run(
 @with_settings("method")
 def compare(
     written: dict[str, Any],
-    methods: Annotated[list[str], typer.Argument(help="The methods; the first is the baseline.")],
+    methods: Annotated[list[str] | None, typer.Argument(help="The methods; the first is the baseline.")] = None,
     config: ConfigFile = None,
-    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds.", show_default="3")] = None,
     target: Annotated[
         float | None, typer.Option(help="Metric to reach.", show_default="95% of the baseline's mean")
     ] = None,
@@ -116,9 +120,21 @@ def compare(
     from fedloom.experiment.compare import compare as run_all
     from fedloom.report.table import csv_text, table
 
-    settings = _settings(written, config, folder, overwrite, resume)
+    begun = read_comparison(folder / COMPARISON) if resume and (folder / COMPARISON).is_file() else {}
+    before = {name: begun.pop(name, None) for name in ("methods", "seeds", "target")}
+    settings = _settings(begun, written, config, overwrite, resume)
+    chosen = methods or before["methods"]
+    if not chosen:
+        raise ConfigError("name at least one method, such as: fedloom compare fedavg adabest")
     done = run_all(
-        settings, methods, folder, seeds=seeds, console=err, target=target, overwrite=overwrite, resume=resume
+        settings,
+        chosen,
+        folder,
+        seeds=seeds if seeds is not None else before["seeds"] or 3,
+        console=err,
+        target=before["target"] if target is None else target,
+        overwrite=overwrite,
+        resume=resume,
     )
     out.print(table(done))
     write_text(folder / "table.csv", csv_text(done))
@@ -203,18 +219,21 @@ def _export(model: Any, example: Any, path: Path) -> None:
     elif path.suffix == ".pt2":
         batch = torch.export.Dim("batch")
         program = torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
-        torch.export.save(program, path)
+        try:
+            torch.export.save(program, path)
+        except (OSError, RuntimeError) as error:
+            raise RunError(f"{path} can't be written: {error}") from None
     else:
         raise ConfigError(f"--export {path}: the name must end in .safetensors or .pt2")
 
 
-def _settings(written: dict[str, Any], config: Path | None, folder: Path, overwrite: bool, resume: bool) -> RunConfig:
-    """Defaults, then the config file (or what a resumed folder was begun with), then what was written."""
+def _settings(
+    begun: dict[str, Any], written: dict[str, Any], config: Path | None, overwrite: bool, resume: bool
+) -> RunConfig:
+    """Defaults, then what a resumed folder was begun with, then the config file, then what was written."""
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume exclude each other")
-    base = RunConfig()
-    if resume and (folder / CONFIG).is_file():
-        base = base.change(read_config(folder / CONFIG))
+    base = RunConfig().change(begun)
     if config is not None:
         base = base.change(read_config(config))
     return base.change(written)
@@ -238,6 +257,9 @@ def main() -> None:
         code = app(standalone_mode=False) or 0
     except FedloomError as error:
         _complain(str(error))
+        code = 2
+    except OSError as error:
+        _complain(f"{error.filename or 'a file'}: {error.strerror or error}")
         code = 2
     except click.exceptions.NoArgsIsHelpError as error:
         out.print(error.format_message(), markup=False)

@@ -69,7 +69,10 @@ METRICS: dict[str, Score] = {"accuracy": accuracy, "f1": f1, "auc": auc}
 def find_metric(metric: str | Score) -> tuple[str, Score]:
     """The name under which a metric stands in the history, and its function."""
     if callable(metric):
-        return getattr(metric, "__name__", "metric").strip("<>"), metric
+        name = getattr(metric, "__name__", "metric").strip("<>")
+        if name == "loss":
+            raise ConfigError("a metric called 'loss' would hide the loss in the history; rename the function")
+        return name, metric
     if metric not in METRICS:
         raise ConfigError(f"unknown metric {metric!r}: {nearest(str(metric), METRICS)}")
     return metric, METRICS[metric]
@@ -95,6 +98,8 @@ class Evaluator:
         return found
 
     def _scored(self, outputs: Tensor, targets: Tensor) -> float:
+        if self.score in METRICS.values() and not bool(torch.isfinite(outputs).all()):
+            return float("nan")  # a model that has diverged predicts nothing
         try:
             return float(self.score(outputs, targets))
         except Exception as error:

@@ -98,16 +98,14 @@ class Federation:
         name: str = "arrays",
     ) -> "Federation":
         """A federation over shared tensors, checked: no empty client, all finite, every label below `classes`."""
-        empty = (offsets[1:] == offsets[:-1]).nonzero()
-        if len(empty):
-            raise DataError(f"client {int(empty[0])} has no samples; leave empty clients out")
+        _check_slices(index, offsets, len(x))
+        _tensor(x, "training samples")
+        _tensor(y, "training targets")
         held = {"test": test, "validation": validation}
         for what, part in held.items():
-            if part is not None and part.x.shape[1:] != x.shape[1:]:
-                raise DataError(
-                    f"the {what} samples have shape {tuple(part.x.shape[1:])}, "
-                    f"but those of the clients {tuple(x.shape[1:])}"
-                )
+            if part is not None:
+                _check_alike(part.x, x, f"{what} samples")
+                _check_alike(part.y, y, f"{what} targets")
         sets = {"training": y, **{what: part.y for what, part in held.items() if part is not None}}
         return cls(x, y, index, offsets, _count_classes(sets, classes), test, validation, name)
 
@@ -152,6 +150,25 @@ def _tensor(values: Any, what: str) -> Tensor:
     return tensor.detach()
 
 
+def _check_slices(index: Tensor, offsets: Tensor, samples: int) -> None:
+    sizes = offsets[1:] - offsets[:-1]
+    if len(sizes) < 1 or int(offsets[0]) != 0 or int(offsets[-1]) != len(index) or int(sizes.min()) < 0:
+        raise DataError("offsets must rise from 0 to the length of the index, one step for each client")
+    if int(sizes.min()) == 0:
+        raise DataError(f"client {int(sizes.argmin())} has no samples; leave empty clients out")
+    if int(index.min()) < 0 or int(index.max()) >= samples:
+        raise DataError(f"the index must point to samples 0 to {samples - 1}")
+
+
+def _check_alike(part: Tensor, clients: Tensor, what: str) -> None:
+    """What is held out must look like what is trained on."""
+    if part.shape[1:] != clients.shape[1:]:
+        shapes = f"{tuple(part.shape[1:])}, but those of the clients {tuple(clients.shape[1:])}"
+        raise DataError(f"the {what} have shape {shapes}")
+    if part.is_floating_point() != clients.is_floating_point():
+        raise DataError(f"the {what} have dtype {part.dtype}, but those of the clients {clients.dtype}")
+
+
 def _pair(pair: Pair, what: str) -> tuple[Tensor, Tensor]:
     try:
         x, y = pair
@@ -183,6 +200,8 @@ def _count_classes(targets: dict[str, Tensor], classes: int | None) -> int | Non
             raise DataError(f"classes={classes} was given, but the targets are floating-point numbers")
         return None
     found = 1 + max(int(y.max()) for y in targets.values())
+    if classes is None and any(int(y.min()) < 0 for y in targets.values()):
+        return None  # whole numbers, but no labels: a loss of the user's own will know
     for what, y in targets.items():
         if int(y.min()) < 0:
             raise DataError(f"the {what} labels go down to {int(y.min())}; classes are counted from 0")

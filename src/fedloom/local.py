@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.random import Generator
@@ -11,6 +11,11 @@ from fedloom.errors import ConfigError, nearest
 
 Optimizer = Literal["sgd", "adam", "adamw"]
 LastBatch = Literal["keep", "drop", "bootstrap"]
+
+
+def plain(value: Any) -> Any:
+    """A NumPy number as the Python number that it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Local:
     last_batch: LastBatch = "keep"
 
     def __post_init__(self) -> None:
+        for name in self.names():
+            object.__setattr__(self, name, plain(getattr(self, name)))
         for name, least in (("epochs", 1), ("steps", 1), ("batch_size", 1)):
             value = getattr(self, name)
             if value is None and name != "epochs":
@@ -105,6 +112,8 @@ class Local:
         if self.batch_size is None:
             return [np.arange(samples)] * wanted
         found: list[np.ndarray] = []
+        if not self.batches_per_epoch(samples):
+            raise ConfigError(f"{samples} samples give no batch of {self.batch_size} with last_batch='drop'")
         while len(found) < wanted:
             order = rng.permutation(samples)
             for i in range(self.batches_per_epoch(samples)):

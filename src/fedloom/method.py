@@ -204,7 +204,10 @@ def _stages(call: Call) -> Sequence[Stage]:
     asks = REGISTRY.find(call.name).make
     filled = {"written": frozenset(call.named)} if "written" in _keyword_only(asks) else {}
     made = REGISTRY.make(call, **filled)
-    return [made] if isinstance(made, Stage) else made
+    stages = [made] if isinstance(made, Stage) else made
+    if not isinstance(stages, Sequence) or not all(isinstance(stage, Stage) for stage in stages):
+        raise MethodError(f"method {call.name} must make a stage or a list of stages, not {type(made).__name__}")
+    return stages
 
 
 def _keyword_only(make: Callable[..., Any]) -> set[str]:

@@ -8,6 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar
 
 from fedloom.errors import FedloomError, nearest
+from fedloom.local import plain
 from fedloom.spec import Call, show
 
 T = TypeVar("T")
@@ -49,7 +50,8 @@ class Registry(Generic[T]):
 
         def keep(make: Maker) -> Maker:
             Call(name)  # a name that the text form can't spell is refused here
-            if name in self._entries and self._entries[name].make is not make:
+            before = self._entries.get(name)
+            if before is not None and _place(before.make) != _place(make):  # a notebook's cell may run again
                 raise self.error(f"there is a {self.kind} called {name!r} already; choose another name")
             about = (inspect.getdoc(make) or "").partition("\n")[0]
             self._entries[name] = Entry(name, make, about, paper)
@@ -102,12 +104,17 @@ class Registry(Generic[T]):
 MISFIT = object()
 
 
+def _place(make: Callable[..., Any]) -> tuple[str, str]:
+    return make.__module__, make.__qualname__
+
+
 def _hints(make: Callable[..., Any]) -> Mapping[str, Any]:
     return typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
 
 
 def fit_value(value: Any, hint: Any) -> Any:
     """The value as the type hint wants it (an int where a float is wanted becomes one), or MISFIT."""
+    value = plain(value)
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value

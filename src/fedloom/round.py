@@ -198,15 +198,11 @@ class _Desk:
         return updates
 
     def weigh(self, updates: Updates) -> Updates:
-        """Set the averaging weights: the sampler's own, or by samples, or equal."""
-        sampler = self.pipeline.sampler
-        weights = sampler.stage.weigh(self.stages[sampler.key], self.setup, updates)
-        if weights is None:
-            mass = updates.counts.double()
-            if self.pipeline.weights == "samples":
-                mass = mass * updates.samples
-            weights = mass / mass.sum()
-        return replace(updates, weights=weights.to(self.setup.device))
+        """Set the averaging weights: by samples or equal, a client as often as it was drawn."""
+        mass = updates.counts.double()
+        if self.pipeline.weights == "samples":
+            mass = mass * updates.samples
+        return replace(updates, weights=(mass / mass.sum()).to(self.setup.device))
 
     def report(self) -> Metrics:
         found: Metrics = {}

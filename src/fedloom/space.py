@@ -26,7 +26,7 @@ class Groups:
 
     def sums(self, values: Tensor) -> Tensor:
         """[..., P] -> [..., groups]: the sum over each group, in float64."""
-        by_tensor = [piece.sum(-1).double() for piece in torch.split(values, list(self.sizes), -1)]
+        by_tensor = [piece.sum(-1, dtype=torch.float64) for piece in torch.split(values, list(self.sizes), -1)]
         total = values.new_zeros((*values.shape[:-1], len(self)), dtype=torch.float64)
         return total.index_add_(-1, torch.tensor(self.owner, device=values.device), torch.stack(by_tensor, -1))
 
@@ -110,7 +110,7 @@ def average_buffers(stacked: Mapping[str, Tensor], weights: Tensor) -> Buffers:
     share = weights.double() / weights.double().sum()
     averaged: Buffers = {}
     for name, values in stacked.items():
-        if values.is_floating_point():
+        if values.is_floating_point() or values.is_complex():
             mean = torch.tensordot(share.to(values.dtype), values, dims=1)
             averaged[name] = torch.where((values == values[0]).all(0), values[0], mean)  # constants stay exact
         else:

@@ -181,6 +181,8 @@ def _only_plain(value: Any, whole: str) -> Any:
         return [_only_plain(item, whole) for item in value]
     if isinstance(value, float) and math.isnan(value):
         raise SpecError(f"{whole!r}: nan is no value")
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise SpecError("a whole number of more than 63 bits is no value")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise SpecError(f"{whole!r}: a {type(value).__name__} is no value (a number, a text, a list, True, False, None)")

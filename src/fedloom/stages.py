@@ -199,10 +199,6 @@ class Sampler(Stage):
         """About `number` clients for Work w, in random order; a client may stand in it twice."""
         raise NotImplementedError
 
-    def weigh(self, state: State, setup: Setup, updates: Updates) -> Tensor | None:
-        """Averaging weights [K] that belong to this way of drawing; None: by samples or equal."""
-        return None
-
 
 class Draw(NamedTuple):
     """The clients that were drawn for the next Work."""

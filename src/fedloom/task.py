@@ -103,7 +103,7 @@ def _devices(device: torch.device) -> list[torch.device]:
 
 def _check_labels(federation: Federation, outputs: Tensor) -> None:
     if federation.classes is None:
-        raise ModelError("cross-entropy needs whole-number class labels, but the targets are floats; pass loss=")
+        raise ModelError("cross-entropy needs class labels, whole numbers from 0; pass loss= for other targets")
     columns = outputs.shape[1] if outputs.dim() > 1 else 1
     if federation.classes > columns:
         raise ModelError(f"the data have {federation.classes} classes, but the model has {columns} outputs")

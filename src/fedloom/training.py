@@ -12,11 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fedloom import checkpoint as checkpoints
 from fedloom.errors import ConfigError, RunError
 from fedloom.federation import Federation
+from fedloom.local import Local, plain
 from fedloom.method import Method
 from fedloom.round import Outcome
 from fedloom.simulation import Simulation
@@ -127,6 +130,14 @@ class Training:
         resume: bool = False,
         **settings: Any,
     ) -> None:
+        if not isinstance(federation, Federation):
+            raise ConfigError(f"federation must be a fl.Federation, not {type(federation).__name__}")
+        rounds, eval_every, checkpoint_every = map(plain, (rounds, eval_every, checkpoint_every))
+        settings = {name: plain(value) for name, value in settings.items()}
+        if not isinstance(settings["local"], Local):
+            raise ConfigError(f"local must be a fl.Local, not {type(settings['local']).__name__}")
+        if not isinstance(min_gain, int | float) or not 0 <= min_gain < math.inf:
+            raise ConfigError(f"min_gain must be a finite number of at least 0, not {min_gain!r}")
         _check_count("rounds", rounds)
         _check_count("eval_every", eval_every)
         _check_count("checkpoint_every", checkpoint_every)
@@ -141,6 +152,8 @@ class Training:
         self.eval_between = eval_between
         self.best = Best(patience, min_gain)
         self.folder = None if checkpoint is None else Path(checkpoint)
+        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
+            raise RunError(f"checkpoint={str(checkpoint)!r} is a file; name a folder")
         self.simulation = Simulation.of(model, federation, Method(method), **settings)
         for remark in self.simulation.method.remarks:
             LOG.warning(remark)
@@ -152,6 +165,8 @@ class Training:
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Result:
         """Play the rounds that are left."""
+        if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
+            raise ConfigError("callbacks must be a list of functions of one fl.Event")
         if not self.resumed and self.folder is not None and checkpoints.exist(self.folder):
             raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
         stopped = "rounds"
@@ -175,7 +190,8 @@ class Training:
         updates = outcome.record.updates if outcome.record else None
         params, metrics = self.state.theta.clone(), dict(self.history[-1])  # a callback may do with them what it likes
         event = Event(self.state.round, self.rounds, params, metrics, updates)
-        return STOP in [callback(event) for callback in callbacks]
+        answers = [callback(event) for callback in callbacks]
+        return any(answer is STOP for answer in answers)
 
     def round(self, evaluate: bool) -> Outcome:
         """Play one round and add its line to the history."""
@@ -192,6 +208,8 @@ class Training:
         self.history.append(self._row(outcome, measured, time.perf_counter() - began))
         for client in outcome.traffic.diverged:
             LOG.warning("round %d: client %d diverged (loss or update not finite); left out", self.state.round, client)
+        if outcome.record is not None and not bool(torch.isfinite(self.state.theta).all()):
+            LOG.warning("round %d: the model is no longer finite; lower a learning rate", self.state.round)
         if outcome.record is None:
             LOG.warning("round %d: no usable update came back; the model stays as it was", self.state.round)
         if measured and self.best.patience is not None:
@@ -257,7 +275,7 @@ class Training:
         self.state, self.history = replace(saved.state, stages=stages), saved.history
         self.simulation.population.restore(saved.memory)
         self.best.score, self.best.waited = saved.notes["score"], saved.notes["waited"]
-        if saved.best:
+        if saved.best and self.best.patience is not None:
             self.best.theta = saved.best["theta"]
             self.best.buffers = {n.removeprefix("buffers/"): b for n, b in saved.best.items() if n != "theta"}
 
@@ -273,8 +291,10 @@ class Training:
             data.update(tensor.cpu().numpy().tobytes())
         absence = self.simulation.population.absence
         availability = absence.availability
-        if not isinstance(availability, float | int | None):
-            availability = type(availability).__name__
+        if isinstance(availability, np.ndarray):
+            availability = hashlib.sha256(availability.tobytes()).hexdigest()
+        elif callable(availability):
+            availability = "a function"
         return {
             "method": self.simulation.method.text,
             "model": shapes,
@@ -282,6 +302,8 @@ class Training:
             "availability": availability,
             "dropout_rate": absence.dropout_rate,
             "metric": self.simulation.evaluator.name,
+            "loss": getattr(self.simulation.task.loss, "__qualname__", "a callable"),
+            "modules": [f"{name}: {type(module).__qualname__}" for name, module in self.given.named_modules()],
             "per_round": setup.per_round,
             "local": asdict(setup.local),
             "seed": setup.seed,

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 import fedloom as fl
 from fedloom.cli import main
+from fedloom.experiment.config import RunConfig
+from fedloom.experiment.run import start_run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 SMALL = ["--clients", "10", "--per-round", "4", "--model", "logistic", "--rounds", "4"]
@@ -30,7 +32,8 @@ def test_run_leaves_a_whole_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "r"
     found = {p.name for p in folder.iterdir()}
-    assert found == {"config.yaml", "metrics.jsonl", "model.safetensors", "checkpoint", "partition.npz", "report.html"}
+    files = {"config.yaml", "metrics.jsonl", "model.safetensors", "checkpoint", "partition.npz", "report.html"}
+    assert found == {*files, ".fedloom"}
     assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     assert "round 4/4" in done.stderr  # progress as plain lines where there is no terminal
 
@@ -78,9 +81,14 @@ def test_compare(tmp_path: Path) -> None:
     assert {run.history[-1]["works"] for run in runs} == {4.0}
     lines = (tmp_path / "c/table.csv").read_text().splitlines()
     assert len(lines) == 5
-    again = fedloom(*arguments, "--resume", cwd=tmp_path)
+    again = fedloom("compare", "--resume", "--out", "c", cwd=tmp_path)  # the folder knows what is compared
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "c/table.csv").read_text().splitlines() == lines
+    mixed = fedloom("compare", "fedavg", "--lr", "0.5", "--resume", "--out", "c", cwd=tmp_path)
+    assert mixed.returncode == 2
+    assert "lr was 0.1, now 0.5" in mixed.stderr
+    assert fedloom("run", "--out", "c", "--resume", cwd=tmp_path).returncode == 2
+    assert "holds a comparison" in fedloom("evaluate", "c", cwd=tmp_path).stderr
 
 
 def test_interrupted_run_is_resumable(tmp_path: Path) -> None:
@@ -102,7 +110,8 @@ def test_interrupted_run_is_resumable(tmp_path: Path) -> None:
     assert resumed.returncode == 0, resumed.stderr
     assert (tmp_path / "cut/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
     changed = fedloom("run", *arguments, "--lr", "0.5", "--out", "cut", "--resume", cwd=tmp_path)
-    assert changed.returncode == 0  # it is finished
+    assert changed.returncode == 2
+    assert "lr was 0.1, now 0.5" in changed.stderr
 
 
 def test_resume_refuses_another_run(tmp_path: Path) -> None:
@@ -131,7 +140,13 @@ def test_resume_refuses_another_run(tmp_path: Path) -> None:
         (["run", "--config", "kind.yaml"], "kind.yaml, line 2: rounds must be a whole number, not 'many'"),
         (["run", "--config", "twice.yaml"], "twice.yaml, line 2: 'lr' is set twice"),
         (["run", "--config", "list.yaml"], "list.yaml: expected lines"),
-        (["compare"], "Missing argument"),
+        (["compare"], "name at least one method"),
+        (["compare", "fedavg", "radfed", "--rounds", "3"], "radfed averages once in 15 Works; --rounds 3 is too few"),
+        (["run", "--config", "cycle.yaml"], "cycle.yaml, line 1: lr must be a number"),
+        (["run", "--config", "huge.yaml"], "huge.yaml, line 1: rounds must be a whole number, not a huge int"),
+        (["run", "--config", "tag.yaml"], "tag.yaml: this is no YAML"),
+        (["run", "--method", f"fedprox(mu={10**30})"], "more than 63 bits"),
+        (["run", "--out", "x" * 300], "File name too long"),
         (["compare", "fedavg", "fedavg"], "twice"),
         (["compare", "fedavg", "--seeds", "0"], "seeds must be at least 1"),
         (["compare", "fedavg", "--method", "fedprox"], "No such option"),
@@ -151,6 +166,9 @@ def test_bad_input_is_one_sentence(
     (tmp_path / "kind.yaml").write_text("lr: 0.1\nrounds: many\n")
     (tmp_path / "twice.yaml").write_text("lr: 0.1\nlr: 0.2\n")
     (tmp_path / "list.yaml").write_text("- lr\n")
+    (tmp_path / "cycle.yaml").write_text("lr: &a [*a]\n")
+    (tmp_path / "huge.yaml").write_text(f"rounds: 0x{'f' * 9000}\n")
+    (tmp_path / "tag.yaml").write_text('lr: !!int ""\n')
     before = sorted(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fedloom", *arguments])
@@ -171,7 +189,57 @@ def test_overwrite_leaves_strange_folders_alone(tmp_path: Path) -> None:
     refused = fedloom("run", *SMALL, "--out", "precious", "--overwrite", cwd=tmp_path)
     assert refused.returncode == 2
     assert "not written by fedloom" in refused.stderr
+    (tmp_path / "precious/config.yaml").write_text("lr: 1\n")  # many programs have a file of that name
+    assert fedloom("run", *SMALL, "--out", "precious", "--overwrite", cwd=tmp_path).returncode == 2
     assert (tmp_path / "precious/thesis.tex").exists()
+
+
+def test_one_run_per_folder_at_a_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from fedloom.cli import main; main()", "run", "--rounds", "9999", "--out", "r"]
+    first = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (tmp_path / "r/metrics.jsonl").exists():
+            time.sleep(0.01)
+        for how in ("--resume", "--overwrite"):
+            second = fedloom("run", "--rounds", "9999", "--out", "r", how, cwd=tmp_path)
+            assert second.returncode == 2
+            assert "in use by another fedloom" in second.stderr
+        assert (tmp_path / "r/metrics.jsonl").exists()
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_model_that_diverged_is_called_so(tmp_path: Path) -> None:
+    broken = "fedavg(lr=1e300)"
+    done = fedloom("compare", *SMALL, "--seeds", "1", "--out", "c", broken, "fedavg", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "diverged" in done.stdout
+    assert "no longer finite" in done.stderr
+    page = (tmp_path / "c/report.html").read_text()
+    assert 'class="best"><td><i class="key" style="background:#efb118"' in page  # the second row, not the dead one
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("partition.npz", b""),
+        ("partition.npz", b"PK\x03\x04"),
+        ("metrics.jsonl", b"\xff\xfe"),
+        ("model.safetensors", b"{}"),
+    ],
+)
+def test_damaged_files_are_named(
+    name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_run(RunConfig(clients=10, per_round=4, model="logistic", rounds=2), tmp_path / "r")
+    (tmp_path / "r" / name).write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["fedloom", "evaluate", str(tmp_path / "r")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"{name} can't be read" in capsys.readouterr().err
 
 
 def test_method_as_a_list_in_a_config(tmp_path: Path) -> None:

@@ -159,9 +159,9 @@ def test_clustered_of_equal_sizes_that_divide() -> None:
 
 
 @pytest.mark.parametrize("method", ["md", "clustered"])
-@pytest.mark.parametrize("weights", ["", "+fedavg(weights='samples')", "+fedavg(weights='equal')"])
+@pytest.mark.parametrize("weights", ["", "+fedavg(weights='equal')"])
 def test_by_size_weighs_by_multiplicity(method: str, weights: str) -> None:
-    """Every draw is a row of its own with the weight 1/r, whatever the weights were said to be."""
+    """Every draw is a row of its own with the weight 1/r."""
     played = play(method + weights, rounds=10, clients_per_round=4)
     assert any(len(set(cohort)) < 4 for cohort in played.clients)
     for cohort, found in zip(played.clients, played.weights, strict=True):
@@ -397,11 +397,18 @@ def test_importance_defaults() -> None:
     assert_scores(played, 0.9, 4, full=False)
 
 
+@pytest.mark.parametrize("method", ["md", "clustered"])
+def test_written_weights_win(method: str) -> None:
+    played = play(method + "+fedavg(weights='samples')", rounds=5, clients_per_round=4)
+    replayed = play(with_cohorts("fedavg", played.clients), rounds=5)
+    assert all(np.array_equal(a, b) for a, b in zip(played.params, replayed.params, strict=True))
+
+
 @pytest.mark.parametrize("extra", ["", "+fedadam", "+fedprox(mu=0.5)"])
 def test_importance_does_not_change_the_average(extra: str) -> None:
-    """No correction for how likely a client was: the weights stay as they are."""
+    """No correction for how likely a client was: the weights are equal (3.4)."""
     played = play(f"importance{extra}", rounds=8, clients_per_round=3)
-    replayed = play(with_cohorts(f"fedavg{extra}", played.clients), rounds=8)
+    replayed = play(with_cohorts(f"fedavg(weights='equal'){extra}", played.clients), rounds=8)
     assert all(np.array_equal(a, b) for a, b in zip(played.params, replayed.params, strict=True))
 
 
@@ -541,7 +548,7 @@ def test_importance_score_leaves_batch_norm_alone(start: str) -> None:
     local = {"batch_size": 7, "lr": 0.01}  # no batch of one sample, which batch norm refuses
     model = batch_norm_model()
     played = play(f"importance(start='{start}')", model=model, rounds=4, clients_per_round=2, local=local)
-    replayed = play(with_cohorts("fedavg", played.clients), model=model, rounds=4, local=local)
+    replayed = play(with_cohorts("fedavg(weights='equal')", played.clients), model=model, rounds=4, local=local)
     for name, value in replayed.result.model.state_dict().items():
         assert torch.equal(value, played.result.model.state_dict()[name]), name
 

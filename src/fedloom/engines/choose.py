@@ -14,6 +14,9 @@ ENGINES = ("auto", "loop")
 class Engine(Protocol):
     """Trains every client of a Work from its start, by the one local step."""
 
+    @property
+    def name(self) -> str: ...
+
     def train(self, work: Work) -> Updates: ...
 
 

@@ -21,6 +21,7 @@ class Loop:
     task: Task
     federation: Federation  # on the device
     setup: Setup
+    name: str = "loop"
 
     def train(self, work: Work) -> Updates:
         self.task.model.train()

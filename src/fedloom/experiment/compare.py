@@ -4,14 +4,14 @@ import hashlib
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, RunError
 from fedloom.experiment.config import RunConfig
-from fedloom.experiment.folder import CONFIG, MODEL, Run, claim, write_text
+from fedloom.experiment.folder import COMPARISON, CONFIG, Run, claim, is_finished, write_text
 from fedloom.experiment.progress import Watch
 from fedloom.experiment.run import start_run
 from fedloom.method import Method
@@ -71,7 +71,10 @@ class Comparison:
 def rounds_for(method: Method, config: RunConfig) -> int:
     """How many aggregations cost as many Works per client slot as `config.rounds` synchronous rounds."""
     works = method.pipeline().schedule.stage.works(cohort_size(config.per_round, config.clients))
-    return max(1, int(config.rounds / works + 1e-9))
+    rounds = int(config.rounds / works + 1e-9)
+    if not rounds:
+        raise ConfigError(f"{method} averages once in {works:g} Works; --rounds {config.rounds} is too few for it")
+    return rounds
 
 
 def compare(
@@ -95,15 +98,17 @@ def compare(
         twice = next(text for text in texts if texts.count(text) > 1)
         raise ConfigError(f"{twice} stands in the comparison twice")
     plans = [replace(config, method=text, rounds=rounds_for(Method(text), config)) for text in texts]
-    claim(folder, overwrite, resume)
-    write_text(folder / CONFIG, config.yaml())
-    with Watch(sum(plan.rounds for plan in plans) * seeds, console) as progress:
+    if (folder / CONFIG).is_file():
+        raise RunError(f"{folder} holds a run; choose another --out")
+    total = sum(plan.rounds for plan in plans) * seeds
+    with claim(folder, overwrite, resume), Watch(total, console) as progress:
+        write_text(folder / COMPARISON, _described(config, texts, seeds, target))
         rows = []
         for plan in plans:
             runs = []
             for seed in range(config.seed, config.seed + seeds):
                 where = folder / slug(plan.method) / f"seed-{seed}"
-                if resume and (where / MODEL).exists():
+                if resume and is_finished(where):
                     progress.skip(plan.rounds)
                 label = f"{plan.method} seed {seed}"
                 seeded = replace(plan, seed=seed)
@@ -112,6 +117,14 @@ def compare(
             rows.append(Row(plan.method, runs, config.metric))
     goal = BASELINE_SHARE * rows[0].mean if target is None else target
     return Comparison(folder, config, [replace(row, target=goal) for row in rows], goal, seeds)
+
+
+def _described(config: RunConfig, methods: list[str], seeds: int, target: float | None) -> str:
+    """Everything needed to repeat a comparison, as YAML."""
+    import yaml
+
+    settings = {name: value for name, value in asdict(config).items() if name != "method"}
+    return yaml.safe_dump({"methods": methods, "seeds": seeds, "target": target, **settings}, sort_keys=False)
 
 
 def slug(text: str) -> str:

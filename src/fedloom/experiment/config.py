@@ -10,7 +10,6 @@ from fedloom.errors import ConfigError, nearest
 from fedloom.local import LastBatch, Local, Optimizer
 from fedloom.method import Method
 from fedloom.registry import MISFIT, describe, fit_value
-from fedloom.spec import show
 from fedloom.task import Precision
 
 
@@ -63,9 +62,11 @@ class RunConfig:
                 raise ConfigError(f"{place}unknown setting {name!r}: {nearest(str(name), hints)}")
             if name == "method" and isinstance(value, list):
                 value = Method(value).text
-            checked[name] = fit_value(value, hints[name])
+            checked[name] = fit_value(_number(value), hints[name])
             if checked[name] is MISFIT:
-                raise ConfigError(f"{place}{name} must be {describe(hints[name])}, not {show(value)}")
+                checked[name] = fit_value(value, hints[name])
+            if checked[name] is MISFIT or _too_large(checked[name]):
+                raise ConfigError(f"{place}{name} must be {describe(hints[name])}, not {_brief(value)}")
         changed = replace(self, **checked)
         Method(changed.method)
         _ = changed.local
@@ -77,8 +78,44 @@ class RunConfig:
         return yaml.safe_dump(asdict(self), sort_keys=False)
 
 
+def _number(value: Any) -> Any:
+    """YAML reads 1e-3 as a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _too_large(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) >= 1 << 63
+
+
+def _brief(value: Any) -> str:
+    try:
+        return repr(value)[:80]
+    except ValueError:  # a whole number of thousands of digits
+        return f"a huge {type(value).__name__}"
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The settings in a YAML file; whatever is wrong with it is told with its line."""
+    values, lines = _read_lines(path)
+    RunConfig().change(values, where=lines)
+    return values
+
+
+def read_comparison(path: Path) -> dict[str, Any]:
+    """The settings of a comparison, with its `methods`, `seeds` and `target`."""
+    values, lines = _read_lines(path)
+    own = ("methods", "seeds", "target")
+    RunConfig().change({name: value for name, value in values.items() if name not in own}, where=lines)
+    if not isinstance(values.get("methods"), list) or not isinstance(values.get("seeds"), int):
+        raise ConfigError(f"{path} does not say which methods it compares over how many seeds")
+    return values
+
+
+def _read_lines(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a YAML file sets, and where."""
     import yaml
 
     try:
@@ -88,10 +125,10 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # a hostile file may fail anywhere inside of the parser
         raise ConfigError(f"{path}{_line(error)}: {_problem(error)}") from None
     if values is None:
-        return {}
+        return {}, {}
     if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: expected lines of the form 'setting: value'")
     lines: dict[str, str] = {}
@@ -99,8 +136,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if key.value in lines:
             raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {key.value!r} is set twice")
         lines[str(key.value)] = f"{path}, line {key.start_mark.line + 1}: "
-    RunConfig().change(values, where=lines)
-    return values
+    return values, lines
 
 
 def _line(error: Exception) -> str:

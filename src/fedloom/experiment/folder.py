@@ -1,14 +1,17 @@
 """A run's folder: config.yaml, metrics.jsonl, model.safetensors, checkpoint/, partition.npz, report.html."""
 
+import fcntl
 import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
 from torch import nn
@@ -22,6 +25,8 @@ from fedloom.models import model as make_model
 if TYPE_CHECKING:
     import pandas as pd
 
+MARK = ".fedloom"
+COMPARISON = "comparison.yaml"
 CONFIG, METRICS, MODEL, PARTITION, CHECKPOINT = (
     "config.yaml",
     "metrics.jsonl",
@@ -41,7 +46,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / MODEL).exists()
+        return is_finished(self.folder)
 
     def frame(self) -> "pd.DataFrame":
         import pandas as pd
@@ -57,7 +62,7 @@ class Run:
                 index, offsets = saved["index"], saved["offsets"]
             dealt = [index[a:b] for a, b in pairwise(offsets)]
             return assemble(dataset, dataset.read(), dealt)
-        except (OSError, ValueError, KeyError, IndexError) as error:
+        except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
             raise RunError(f"{path} can't be read: {error}") from None
 
     def model(self) -> nn.Module:
@@ -76,11 +81,18 @@ class Run:
         return made
 
 
+def is_finished(folder: Path) -> bool:
+    """The model is written last."""
+    model = folder / MODEL
+    return model.is_file() and model.stat().st_size > 0
+
+
 def load_run(folder: str | Path) -> Run:
     """Read a run folder, finished or not."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise RunError(f"{folder} is no run folder: it has no {CONFIG}")
+        kind = "holds a comparison; its runs are in the folders below" if (folder / COMPARISON).is_file() else ""
+        raise RunError(f"{folder} {kind or f'is no run folder: it has no {CONFIG}'}")
     config = RunConfig().change(read_config(folder / CONFIG))
     return Run(folder, config, _read_lines(folder / METRICS))
 
@@ -88,7 +100,10 @@ def load_run(folder: str | Path) -> Run:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    lines = path.read_text().splitlines()
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} can't be read: {error}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -100,20 +115,31 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def claim(folder: Path, overwrite: bool, resume: bool) -> None:
-    """Take a folder for a new run, or refuse: nothing that is there is lost unless `overwrite` says so."""
+@contextmanager
+def claim(folder: Path, overwrite: bool, resume: bool) -> Iterator[None]:
+    """Take a folder for as long as a run lasts, or refuse: nothing that is there is lost unless `overwrite` says so,
+    and then only in a folder that holds our mark. The mark is also the lock.
+    """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; choose another --out")
     if folder.is_dir() and any(folder.iterdir()) and not resume:
         if not overwrite:
             raise RunError(f"{folder} exists already; continue it with --resume or replace it with --overwrite")
-        if not (folder / CONFIG).is_file():
-            raise RunError(f"{folder} was not written by fedloom (it has no {CONFIG}), so --overwrite leaves it alone")
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{folder} can't be made: {error.strerror}") from None
+        if not (folder / MARK).is_file():
+            raise RunError(f"{folder} was not written by fedloom (it has no {MARK}), so --overwrite leaves it alone")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / MARK).open("a") as mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"{folder} is in use by another fedloom; wait for it, or choose another --out") from None
+        if overwrite:
+            for old in folder.iterdir():
+                if old.is_dir() and not old.is_symlink():
+                    shutil.rmtree(old)
+                elif old.name != MARK:
+                    old.unlink()
+        yield
 
 
 def write_text(path: Path, text: str) -> None:
@@ -129,11 +155,16 @@ def write_partition(folder: Path, federation: Federation) -> None:
 
 
 def write_model(path: Path, model: nn.Module) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     beside = path.with_name(f".{path.name}.part")
-    save_file({name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}, beside)
-    os.replace(beside, path)
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+    try:
+        save_file(weights, beside)
+        os.replace(beside, path)
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path} can't be written: {error}") from None
 
 
 def json_line(row: Mapping[str, Any]) -> str:

@@ -1,17 +1,22 @@
 """One run into one folder."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from fedloom.data.catalogue import load
+from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import (
     CHECKPOINT,
+    COMPARISON,
     CONFIG,
     METRICS,
     MODEL,
     Run,
     claim,
+    is_finished,
     json_line,
     load_run,
     write_model,
@@ -31,8 +36,10 @@ def start_run(
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train as `config` says and leave everything in `folder`; nothing is written before every setting was checked."""
-    if resume and (folder / MODEL).exists():
-        return load_run(folder)
+    if resume and is_finished(folder):
+        return _same_settings(load_run(folder), config)
+    if (folder / COMPARISON).is_file():
+        raise RunError(f"{folder} holds a comparison; choose another --out")
     federation = load(config.data, config.partition, config.clients, config.seed)
     training = Training(
         make_model(config.model, federation, config.seed),
@@ -54,15 +61,30 @@ def start_run(
         checkpoint_every=config.checkpoint_every,
         resume=resume,
     )
-    claim(folder, overwrite, resume)
-    write_text(folder / CONFIG, config.yaml())
-    write_partition(folder, federation)
-    write_text(folder / METRICS, "".join(json_line(row) for row in training.history))
-    with (folder / METRICS).open("a", buffering=1) as metrics:
+    config = replace(config, engine=training.simulation.engine.name)
+    with claim(folder, overwrite, resume):
+        write_text(folder / CONFIG, config.yaml())
+        write_partition(folder, federation)
+        write_text(folder / METRICS, "".join(json_line(row) for row in training.history))
+        with (folder / METRICS).open("a", buffering=1) as metrics:
 
-        def record(event: Event) -> None:
-            metrics.write(json_line(event.metrics))
+            def record(event: Event) -> None:
+                metrics.write(json_line(event.metrics))
 
-        result = training.run([record, *callbacks])
-    write_model(folder / MODEL, result.model)
-    return load_run(folder)
+            result = training.run([record, *callbacks])
+        write_model(folder / MODEL, result.model)
+        return Run(folder, config, [json.loads(json_line(row)) for row in result.history])
+
+
+def _same_settings(run: Run, config: RunConfig) -> Run:
+    """A finished run stands for other settings only if they can't have changed its result."""
+    if not run.history:
+        raise RunError(f"{run.folder / METRICS} is empty although the run has finished; remove the folder to repeat it")
+    then, now = asdict(run.config), asdict(config)
+    free = {"engine", "device", "precision", "checkpoint_every"}
+    changed = [
+        f"{name} was {then[name]}, now {now[name]}" for name in now if name not in free and then[name] != now[name]
+    ]
+    if changed:
+        raise RunError(f"{run.folder} holds a finished run with other settings: {'; '.join(changed)}")
+    return run

@@ -33,6 +33,7 @@ class Importance(Sampler):
 
     gamma: float = 0.9
     start: Literal["ones", "full"] = "ones"
+    weights = "equal"
     wants = frozenset({"final_score"})
 
     def __post_init__(self) -> None:

@@ -14,26 +14,19 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.random import Generator as Rng
-from torch import Tensor
 
 from fedloom.method import register
-from fedloom.stages import Sampler, Setup, State, Updates
+from fedloom.stages import Sampler, Setup, State
 
 PAPER = "Fraboni et al., ICML 2021"
 
 
-class BySize(Sampler):
-    """Draws that stand for the data: each counts the same."""
-
-    def weigh(self, state: State, setup: Setup, updates: Updates) -> Tensor | None:
-        counts = updates.counts.double()
-        return counts / counts.sum()
-
-
 @register("md", paper=PAPER)
 @dataclass(frozen=True)
-class Md(BySize):
+class Md(Sampler):
     """Draw clients by their share of the data, with replacement."""
+
+    weights = "equal"  # each draw counts the same
 
     def init(self, setup: Setup) -> State:
         return {"mass": setup.sizes.double().cumsum(0)}
@@ -45,8 +38,10 @@ class Md(BySize):
 
 @register("clustered", paper=PAPER)
 @dataclass(frozen=True)
-class Clustered(BySize):
+class Clustered(Sampler):
     """Draw one client from each of r groups of equal mass."""
+
+    weights = "equal"
 
     def init(self, setup: Setup) -> State:
         order = setup.sizes.sort(descending=True, stable=True).indices

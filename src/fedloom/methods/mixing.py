@@ -13,7 +13,7 @@ from fedloom.method import register
 from fedloom.stages import Round, Server, State, check
 
 
-@register("mixing", paper="Xue et al. (RADFed), 2022")
+@register("mixing", paper="Xue et al. (RADFed), 2021")
 @dataclass(frozen=True)
 class Mixing(Server):
     """Mix the average into the cloud model."""

@@ -52,7 +52,7 @@ class Radfed(Schedule):
     travels = True
 
     def __post_init__(self) -> None:
-        check(self.redistributions >= 1, f"radfed: redistributions must be at least 1, not {self.redistributions}")
+        check(1 <= self.redistributions <= 10**6, "radfed: redistributions must be between 1 and a million")
 
     def works(self, per_round: int) -> float:
         return float(self.redistributions)

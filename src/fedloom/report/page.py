@@ -1,6 +1,7 @@
 """One self-contained HTML page: curves and the table. It opens without a network and asks for nothing."""
 
 import html
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", dress);
 def comparison_page(comparison: Comparison) -> str:
     """The page of a comparison."""
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(comparison.rows))]
-    best = max(comparison.rows, key=lambda row: row.mean)
+    best = max(comparison.rows, key=lambda row: -math.inf if math.isnan(row.mean) else row.mean)
     lines = []
     for row, colour in zip(comparison.rows, colours, strict=True):
         shown = [html.escape(cell).replace("+", "+<wbr>") for cell in cells(row)]

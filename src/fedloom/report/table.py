@@ -8,8 +8,6 @@ from rich.table import Table
 
 from fedloom.experiment.compare import Comparison, Row
 
-COLUMNS = ("method", "final", "to target", "works", "uplink")
-
 
 def size(count: float) -> str:
     """Bytes for people: 12.3 MB."""
