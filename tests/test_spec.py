@@ -13,7 +13,9 @@ from fedloom.spec import Call, SpecError, from_data, parse, parse_one, show, to_
 
 NAMES = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,12}\Z")
 PARAMETERS = st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_]{0,8}\Z")
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
+)
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3), max_leaves=6)
 CALLS = st.builds(Call, NAMES, st.just(()), st.dictionaries(PARAMETERS, VALUES, max_size=4))
 
@@ -75,6 +77,7 @@ def test_reads(text: str, expected: list[Call]) -> None:
     "text",
     ["", "+", "a+", "a(", "a)", "a(x=1", "a(x=1))", "a(x=1)(y=2)", "a b", "a(x=1 2)", "a(x==1)", "a(1, x=1, 2)",
      "a(x=1, x=2)", "a(x=__import__('os'))", "a(x=[)", "a(x='", "a(x={1: 2})", "a(x=1j)", "a(x=b'1')", "-a", "a(,)",
+     "a(x=9223372036854775808)", "a(x=[-9223372036854775808])",
      "a(x=nan*1)", "a(x=1e999-1e999)", "é", "a(x=" + "[" * 200 + "]" * 200 + ")", "a" * 20_000],
 )  # fmt: skip
 def test_refuses(text: str) -> None:
@@ -91,3 +94,11 @@ def test_one_name_only() -> None:
 @given(VALUES)
 def test_shown_values_read_back(value: Any) -> None:
     assert parse(f"a(x={show(value)})") == [Call("a", named={"x": value})]
+
+
+def test_hostile_data_is_refused() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    for value in (cycle, 10**5000, {"a": 1}, math.nan):
+        with pytest.raises(fl.FedloomError):
+            fl.Method([{"fedprox": {"mu": value}}])

@@ -85,7 +85,10 @@ def from_data(data: Any) -> list[Call]:
         return parse(data)
     if not isinstance(data, list) or not data:
         raise SpecError(f"expected a text or a list of methods, got {data!r}")
-    return [call for item in data for call in _item(item)]
+    try:
+        return [call for item in data for call in _item(item)]
+    except RecursionError:
+        raise SpecError("a list that holds itself is no value") from None
 
 
 def _item(item: Any) -> list[Call]:
@@ -96,7 +99,7 @@ def _item(item: Any) -> list[Call]:
         if named is None:
             return [Call(name)]
         if isinstance(named, dict) and all(isinstance(n, str) and _PARAMETER.fullmatch(n) for n in named):
-            return [Call(name, named=named)]
+            return [Call(name, named={n: _only_plain(value, name) for n, value in named.items()})]
     raise SpecError(f"expected a name or one 'name: {{parameter: value}}', got {item!r}")
 
 
