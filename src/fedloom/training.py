@@ -155,8 +155,6 @@ class Training:
         if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
             raise RunError(f"checkpoint={str(checkpoint)!r} is a file; name a folder")
         self.simulation = Simulation.of(model, federation, Method(method), **settings)
-        for remark in self.simulation.method.remarks:
-            LOG.warning(remark)
         self.state = self.simulation.begin()
         self.history: list[dict[str, Any]] = []
         self.resumed = resume
@@ -169,6 +167,8 @@ class Training:
             raise ConfigError("callbacks must be a list of functions of one fl.Event")
         if not self.resumed and self.folder is not None and checkpoints.exist(self.folder):
             raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
+        for remark in self.simulation.method.remarks:
+            LOG.warning(remark)
         stopped = "rounds"
         with self.simulation.numerics():
             if self.best.tired:

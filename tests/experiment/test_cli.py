@@ -87,6 +87,7 @@ def test_compare(tmp_path: Path) -> None:
     mixed = fedloom("compare", "fedavg", "--lr", "0.5", "--resume", "--out", "c", cwd=tmp_path)
     assert mixed.returncode == 2
     assert "lr was 0.1, now 0.5" in mixed.stderr
+    assert yaml.safe_load((tmp_path / "c/comparison.yaml").read_text())["lr"] == 0.1  # nothing was written
     assert fedloom("run", "--out", "c", "--resume", cwd=tmp_path).returncode == 2
     assert "holds a comparison" in fedloom("evaluate", "c", cwd=tmp_path).stderr
 
@@ -148,6 +149,9 @@ def test_resume_refuses_another_run(tmp_path: Path) -> None:
         (["run", "--method", f"fedprox(mu={10**30})"], "more than 63 bits"),
         (["run", "--out", "x" * 300], "File name too long"),
         (["compare", "fedavg", "fedavg"], "twice"),
+        (["compare", "fedavg", "--data", "digit"], "did you mean digits"),
+        (["compare", "fedavg", "fixed(cohorts=[[99]])"], "no client 99 among 20"),
+        (["compare", "fedavg", "scaffold-m", "--momentum", "0.9"], "scaffold-m refuses local momentum"),
         (["compare", "fedavg", "--seeds", "0"], "seeds must be at least 1"),
         (["compare", "fedavg", "--method", "fedprox"], "No such option"),
         (["evaluate", "nowhere"], "no run folder"),

@@ -13,7 +13,7 @@ from fedloom.errors import ConfigError, RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, Run, claim, is_finished, write_text
 from fedloom.experiment.progress import Watch
-from fedloom.experiment.run import start_run
+from fedloom.experiment.run import prepare_run, start_run
 from fedloom.method import Method
 from fedloom.simulation import cohort_size
 
@@ -100,19 +100,25 @@ def compare(
     plans = [replace(config, method=text, rounds=rounds_for(Method(text), config)) for text in texts]
     if (folder / CONFIG).is_file():
         raise RunError(f"{folder} holds a run; choose another --out")
+    every = range(config.seed, config.seed + seeds)
+    runs_of = {
+        plan: [(replace(plan, seed=seed), folder / slug(plan.method) / f"seed-{seed}") for seed in every]
+        for plan in plans
+    }
+    for planned in runs_of.values():  # whatever is wrong comes out before anything is written
+        for k, (seeded, where) in enumerate(planned):
+            if k == 0 or (resume and is_finished(where)):
+                prepare_run(seeded, where, resume)
     total = sum(plan.rounds for plan in plans) * seeds
     with claim(folder, overwrite, resume), Watch(total, console) as progress:
         write_text(folder / COMPARISON, _described(config, texts, seeds, target))
         rows = []
-        for plan in plans:
+        for plan, planned in runs_of.items():
             runs = []
-            for seed in range(config.seed, config.seed + seeds):
-                where = folder / slug(plan.method) / f"seed-{seed}"
+            for seeded, where in planned:
                 if resume and is_finished(where):
                     progress.skip(plan.rounds)
-                label = f"{plan.method} seed {seed}"
-                seeded = replace(plan, seed=seed)
-                callback = progress.callback(label, config.metric)
+                callback = progress.callback(f"{plan.method} seed {seeded.seed}", config.metric)
                 runs.append(start_run(seeded, where, resume=resume, callbacks=[callback]))
             rows.append(Row(plan.method, runs, config.metric))
     goal = BASELINE_SHARE * rows[0].mean if target is None else target

@@ -23,6 +23,7 @@ from fedloom.experiment.folder import (
     write_partition,
     write_text,
 )
+from fedloom.federation import Federation
 from fedloom.models import model as make_model
 from fedloom.training import Callback, Event, Training
 
@@ -36,6 +37,29 @@ def start_run(
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train as `config` says and leave everything in `folder`; nothing is written before every setting was checked."""
+    ready = prepare_run(config, folder, resume)
+    if isinstance(ready, Run):
+        return ready
+    training, federation = ready
+    config = replace(config, engine=training.simulation.engine.name)
+    with claim(folder, overwrite, resume):
+        write_text(folder / CONFIG, config.yaml())
+        write_partition(folder, federation)
+        write_text(folder / METRICS, "".join(json_line(row) for row in training.history))
+        with (folder / METRICS).open("a", buffering=1) as metrics:
+
+            def record(event: Event) -> None:
+                metrics.write(json_line(event.metrics))
+
+            result = training.run([record, *callbacks])
+        write_model(folder / MODEL, result.model)
+        return Run(folder, config, [json.loads(json_line(row)) for row in result.history])
+
+
+def prepare_run(config: RunConfig, folder: Path, resume: bool) -> Run | tuple[Training, Federation]:
+    """What there is to do: a run that has finished already, or training that is ready to start. Writes nothing, and
+    raises whatever a run would be refused for.
+    """
     if resume and is_finished(folder):
         return _same_settings(load_run(folder), config)
     if (folder / COMPARISON).is_file():
@@ -61,19 +85,7 @@ def start_run(
         checkpoint_every=config.checkpoint_every,
         resume=resume,
     )
-    config = replace(config, engine=training.simulation.engine.name)
-    with claim(folder, overwrite, resume):
-        write_text(folder / CONFIG, config.yaml())
-        write_partition(folder, federation)
-        write_text(folder / METRICS, "".join(json_line(row) for row in training.history))
-        with (folder / METRICS).open("a", buffering=1) as metrics:
-
-            def record(event: Event) -> None:
-                metrics.write(json_line(event.metrics))
-
-            result = training.run([record, *callbacks])
-        write_model(folder / MODEL, result.model)
-        return Run(folder, config, [json.loads(json_line(row)) for row in result.history])
+    return training, federation
 
 
 def _same_settings(run: Run, config: RunConfig) -> Run:

@@ -18,8 +18,7 @@ from torch import Tensor
 from fedloom.method import register
 from fedloom.methods.pflug import Pflug
 from fedloom.methods.two_d_lrd import ALMOST_ONE
-from fedloom.space import Space
-from fedloom.stages import State, Wire, check
+from fedloom.stages import State, check
 
 
 @register("decay-additive", paper="Mo et al., IJCNN 2021 (AT)")
@@ -43,6 +42,3 @@ class DecayAdditive(Pflug):
 
     def limit(self, state: State) -> int | None:
         return 1 if self.at_end == "switch" and self.c * float(state["d"]) >= ALMOST_ONE else None
-
-    def wire(self, space: Space) -> Wire:
-        return Wire(down=1)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fedloom.method import register
 from fedloom.methods.pflug import Pflug
-from fedloom.space import Space
-from fedloom.stages import State, Wire, check
+from fedloom.stages import State, check
 
 
 @register("decay-all", paper="Mo et al., IJCNN 2021 (AD)")
@@ -32,6 +31,3 @@ class DecayAll(Pflug):
 
     def factors(self, state: State, steps: int) -> Tensor:
         return torch.full((steps,), self.factor ** float(state["d"]), dtype=torch.float64)
-
-    def wire(self, space: Space) -> Wire:
-        return Wire(down=1)

@@ -13,7 +13,8 @@ waits for its end. u_{r-1} is not reset.
 import torch
 from torch import Tensor
 
-from fedloom.stages import Rate, Round, Setup, State, check, scalar, zeros
+from fedloom.space import Space
+from fedloom.stages import Rate, Round, Setup, State, Wire, check, scalar, zeros
 
 
 class Pflug(Rate):
@@ -35,6 +36,9 @@ class Pflug(Rate):
         if now > self.window + state["since"] and total < 0:
             return {**state, "d": state["d"] + 1, "sum": scalar(0), "since": now}
         return state
+
+    def wire(self, space: Space) -> Wire:
+        return Wire(down=1)  # d
 
     def report(self, state: State) -> dict[str, Tensor]:
         switched = torch.tensor(float(self.limit(state) == 1), dtype=torch.float64)

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from fedloom.method import register
 from fedloom.methods.pflug import Pflug
-from fedloom.space import Space
-from fedloom.stages import State, Wire, check
+from fedloom.stages import State, check
 
 ALMOST_ONE = 1 - 1e-12  # 5 x 0.2 must count as one
 
@@ -47,6 +46,3 @@ class TwoDimensional(Pflug):
 
     def limit(self, state: State) -> int | None:
         return 1 if self.c * float(state["d"]) >= ALMOST_ONE else None
-
-    def wire(self, space: Space) -> Wire:
-        return Wire(down=1)
