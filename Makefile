@@ -4,6 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Real data for tests and recipes, where they lie beside the checkout.
+SHARED := ../shared/data
+DATA := $(if $(wildcard $(SHARED)/unpack),.data/.unpacked)
+export FEDLOOM_DATA ?= $(if $(DATA),$(CURDIR)/.data)
+
 # Small steps on many threads wait for each other; the tests and the demo run on one.
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
@@ -14,10 +19,14 @@ help:  ## this list
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,text,parquet,tff]'
 	touch $@
 
-setup: $(STAMP)  ## build .venv with fedloom and its tools (once)
+.data/.unpacked: $(STAMP) $(wildcard $(SHARED)/SHA256SUMS)
+	$(BIN)/python $(SHARED)/unpack .data
+	touch $@
+
+setup: $(STAMP) $(DATA)  ## build .venv with fedloom and its tools (once)
 
 demo: $(STAMP)  ## the five papers, alone and stacked, on digits: 20 clients with 2 classes each
 	$(BIN)/fedloom compare --data digits --partition "classes(per_client=2)" --clients 20 --per-round 5 \
@@ -25,10 +34,10 @@ demo: $(STAMP)  ## the five papers, alone and stacked, on digits: 20 clients wit
 	  fedavg "radfed(redistributions=5)" "2dlrd(window=10)" "adabest(beta=0.9)" dgt fedglad "fedadam(lr=0.03)" \
 	  "radfed(redistributions=5)+adabest(beta=0.9)+dgt+fedglad+2dlrd(window=10)"
 
-test: $(STAMP)  ## the tests of every day (below 8 minutes on 2 cores)
+test: $(STAMP) $(DATA)  ## the tests of every day (below 8 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not long and not gpu"
 
-test-all: $(STAMP)  ## the long ones too
+test-all: $(STAMP) $(DATA)  ## the long ones too
 	$(BIN)/python -m pytest -m "not gpu"
 
 lint: $(STAMP)  ## ruff and mypy
@@ -43,8 +52,8 @@ format: $(STAMP)  ## let ruff rewrite
 bench: $(STAMP)  ## what a round costs on this machine
 	$(BIN)/python benchmarks/round_cost.py
 
-docs: $(STAMP)  ## write docs/methods/ from the methods' own words
-	$(BIN)/python scripts/method_pages.py
+docs: $(STAMP)  ## write the reference pages in docs/ from what the code says
+	$(BIN)/python scripts/reference_pages.py
 
 gpu:  ## tests/gpu on a CUDA machine, from src, nothing installed
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
@@ -56,4 +65,4 @@ lock-check:  ## does one resolution still hold all extras together?
 	$(PYTHON) scripts/lock.py
 
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .data runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

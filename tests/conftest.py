@@ -1,6 +1,7 @@
 """Every test trains on one thread: small steps on several wait for each other."""
 
 import os
+from pathlib import Path
 
 import torch
 from hypothesis import settings
@@ -9,3 +10,5 @@ torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True)  # a submission is judged by the same examples every time
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+os.environ.setdefault("FEDLOOM_CACHE", str(Path(__file__).parent.parent / ".data" / "cache"))

@@ -5,7 +5,9 @@
 >>> result = fl.fit(fl.model("mlp", federation), federation, "fedprox(mu=0.1)", rounds=2)
 """
 
-from fedloom.data.catalogue import load
+from fedloom.data.load import load
+from fedloom.data.split import split_clients
+from fedloom.data.standardise import standardise
 from fedloom.errors import ConfigError, DataError, FedloomError, MethodError, ModelError, RunError
 from fedloom.experiment.folder import Run, load_run
 from fedloom.federation import Federation, Holdout
@@ -39,4 +41,6 @@ __all__ = [
     "load_run",
     "model",
     "register",
+    "split_clients",
+    "standardise",
 ]

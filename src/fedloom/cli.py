@@ -1,4 +1,4 @@
-"""The command line: `fedloom run`, `compare`, `methods`, `data`, `evaluate`."""
+"""The command line: `fedloom run`, `compare`, `methods`, `data`, `models`, `evaluate`."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedloom.errors import ConfigError, FedloomError, RunError
+from fedloom.errors import ConfigError, DataError, FedloomError, RunError
 from fedloom.experiment.config import RunConfig, read_comparison, read_config
 from fedloom.experiment.folder import COMPARISON, CONFIG, is_finished, load_run, write_model, write_text
 
@@ -161,21 +161,49 @@ def methods(
 
 
 @app.command()
-def data() -> None:
-    """List the data sets and the partitions."""
-    from fedloom.data.catalogue import CATALOGUE
-    from fedloom.data.partition import partitioners
+def data(
+    name: Annotated[
+        str | None, typer.Argument(help="One data set, to look at its samples.", show_default="all")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of data files, in place of FEDLOOM_DATA.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Deal it out, and describe what clients get.")] = None,
+    clients: Annotated[int | None, typer.Option(help="To so many clients.", show_default="100, or all")] = None,
+    pooled: Annotated[bool, typer.Option("--pooled", help="Deal out training and test samples together.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write a heat map of client x class: .png, .svg or .pdf.")] = None,
+) -> None:
+    """List the data sets and the partitions, or look at one data set and how it would be dealt out."""
+    from fedloom.data.load import load
+    from fedloom.report.data_page import catalogue, data_page, ways
 
-    sets = Table("data set", "train / test", "classes", "licence", "what it is", box=None, pad_edge=False)
-    for entry in CATALOGUE.values():
-        samples = f"{entry.samples[0]:,} / {entry.samples[1]:,}"
-        sets.add_row(entry.name, samples, str(entry.classes), entry.licence, entry.about)
-    out.print(sets)
-    out.print()
-    ways = Table("partition", "what it does", box=None, pad_edge=False)
-    for way in partitioners():
-        ways.add_row(way.signature, way.about)
-    out.print(ways)
+    if name is None:
+        out.print(catalogue(data_dir))
+        out.print()
+        out.print(ways())
+        return
+    if partition is None and plot is None and clients is None:
+        out.print(data_page(name, data_dir), markup=False, highlight=False, soft_wrap=True)
+        return
+    found = load(name, partition, clients, seed, pooled=pooled, data_dir=data_dir).report
+    if found is None:
+        raise DataError(f"{name} was not dealt out")
+    out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    if plot is not None:
+        found.plot(plot)
+        out.print(f"wrote {plot}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def models() -> None:
+    """List the models."""
+    from fedloom.models.catalogue import REGISTRY, load_models
+
+    load_models()
+    shown = Table("model", "what it is", "paper", box=None, pad_edge=False)
+    shown.columns[0].overflow = "fold"
+    for entry in REGISTRY.entries():
+        shown.add_row(entry.signature, entry.about, entry.paper)
+    out.print(shown)
 
 
 @app.command()
@@ -187,6 +215,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a run's deployable model on the test set, and export it."""
+    import torch
+
     from fedloom.evaluate import Evaluator, find_metric
     from fedloom.simulation import find_device
     from fedloom.space import buffers_of
@@ -195,19 +225,17 @@ def evaluate(
     found = load_run(run_folder)
     federation, model = found.federation(), found.model()
     name, score = find_metric(metric or found.config.metric)
-    task = Task.of(model, None, find_device("cpu"), "auto")
+    task = Task.of(model, found.config.loss, find_device("cpu"), "auto")
     if federation.test is None:
         raise RunError(f"{found.config.data} has no test set")
     test = federation.test.to(find_device("cpu"), task.space.dtype)
-    measured = Evaluator(task, name, score).measure(task.space.flatten(model), buffers_of(model), test, "test")
+    evaluator = Evaluator(task, federation.preparation, name, score)
+    measured = evaluator.measure(task.space.flatten(model), buffers_of(model), test, "test")
     for key, value in measured.items():
         out.print(f"{key} {value:.6f}", highlight=False)
     if export is not None:
-        _export(
-            model,
-            federation.x[:2].to(task.space.dtype) if federation.x.is_floating_point() else federation.x[:2],
-            export,
-        )
+        example = federation.to(find_device("cpu"), task.space.dtype).batch(torch.arange(2), task.space.dtype)[0]
+        _export(model, example, export)
         out.print(f"wrote {export}", soft_wrap=True, highlight=False)
 
 

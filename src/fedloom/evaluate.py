@@ -9,8 +9,9 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+from fedloom.data.transforms import Preparation
 from fedloom.errors import ConfigError, ModelError, nearest
-from fedloom.federation import Holdout
+from fedloom.federation import NO_TARGET, Holdout
 from fedloom.space import Buffers
 from fedloom.task import Task
 
@@ -25,19 +26,19 @@ def predicted(outputs: Tensor) -> Tensor:
     return outputs.argmax(1)
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
+def accuracy(guesses: Tensor, targets: Tensor) -> float:
     """Share of targets that are predicted."""
-    guesses = predicted(outputs)
-    return int((guesses == targets.reshape(guesses.shape)).sum()) / guesses.numel()
+    guesses, targets = _where_told(guesses, targets)
+    return int((guesses == targets).sum()) / guesses.numel()
 
 
-def f1(outputs: Tensor, targets: Tensor) -> float:
+def f1(guesses: Tensor, targets: Tensor) -> float:
     """F1 of each class, weighted by how often it occurs."""
-    guesses, truth = predicted(outputs).cpu().numpy().ravel(), targets.cpu().numpy().ravel()
+    found, truth = (told.cpu().numpy() for told in _where_told(guesses, targets))
     total = 0.0
     for label, count in zip(*np.unique(truth, return_counts=True), strict=True):
-        hits = np.sum((guesses == label) & (truth == label))
-        total += count * 2 * hits / (count + np.sum(guesses == label))
+        hits = np.sum((found == label) & (truth == label))
+        total += count * 2 * hits / (count + np.sum(found == label))
     return float(total / len(truth))
 
 
@@ -63,7 +64,14 @@ def _binary_auc(scores: np.ndarray, positive: np.ndarray) -> float:
     return float((rankdata(scores)[positive].sum() - hits * (hits + 1) / 2) / (hits * misses))
 
 
+def _where_told(guesses: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Guesses and targets as vectors, without the places of a sequence that have no target."""
+    told = (targets != NO_TARGET).flatten() if targets.dim() > 1 else slice(None)
+    return guesses.flatten()[told], targets.flatten()[told]
+
+
 METRICS: dict[str, Score] = {"accuracy": accuracy, "f1": f1, "auc": auc}
+OF_LABELS = (accuracy, f1)  # they read predicted labels; all others read the model's outputs
 
 
 def find_metric(metric: str | Score) -> tuple[str, Score]:
@@ -83,6 +91,7 @@ class Evaluator:
     """Measures vectors [P] of one task."""
 
     task: Task
+    preparation: Preparation
     name: str
     score: Score
 
@@ -98,7 +107,8 @@ class Evaluator:
         return found
 
     def _scored(self, outputs: Tensor, targets: Tensor) -> float:
-        if self.score in METRICS.values() and not bool(torch.isfinite(outputs).all()):
+        broken = outputs < 0 if self.score in OF_LABELS else ~torch.isfinite(outputs)
+        if self.score in METRICS.values() and bool(broken.any()):
             return float("nan")  # a model that has diverged predicts nothing
         try:
             return float(self.score(outputs, targets))
@@ -110,9 +120,17 @@ class Evaluator:
         self.task.model.eval()
         outputs, losses = [], []
         for x, y in zip(torch.split(holdout.x, BATCH), torch.split(holdout.y, BATCH), strict=True):
-            outputs.append(self.task.outputs(flat, buffers, x))
-            losses.append(self.task.loss(outputs[-1], y))
+            found = self.task.outputs(flat, buffers, self.preparation.clean(x, flat.dtype))
+            losses.append(self.task.loss(found, y))
+            outputs.append(_labels(found) if self.score in OF_LABELS else found)
         return torch.cat(outputs), torch.cat(losses).double()
+
+
+def _labels(outputs: Tensor) -> Tensor:
+    """Predicted labels, -1 where an output is not finite: of many classes they are all that fits into memory."""
+    guesses = predicted(outputs)
+    finite = torch.isfinite(outputs)
+    return guesses.where(finite if outputs.dim() == 1 else finite.all(1), -1)
 
 
 def _mean(values: list[float]) -> float:

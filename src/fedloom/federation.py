@@ -2,13 +2,21 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.data.partition.report import PartitionReport
+from fedloom.data.transforms import Draws, Preparation
 from fedloom.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NO_TARGET = -100  # in a sequence of targets: nothing is to be predicted here
 
 Pair = tuple[Any, Any]  # x and y, tensors or anything that NumPy reads
 
@@ -40,7 +48,8 @@ class Holdout:
 class Federation:
     """Many clients' training data, and what is held out.
 
-    Client k owns the samples `index[offsets[k] : offsets[k + 1]]` of `x` and `y`.
+    Client k owns the samples `index[offsets[k] : offsets[k + 1]]` of `x` and `y`. Images are kept as bytes; what the
+    model reads is made of a batch by `preparation`.
 
     >>> federation = Federation.from_arrays(clients=[([[0.0], [1.0]], [0, 1]), ([[2.0]], [1])])
     >>> len(federation), federation.sizes.tolist()
@@ -55,6 +64,12 @@ class Federation:
     test: Holdout | None = None
     validation: Holdout | None = None
     name: str = field(default="arrays", compare=False)
+    preparation: Preparation = field(default_factory=Preparation)
+    vocabulary: tuple[str, ...] | None = None  # of token ids, where they stand for words or characters
+    padded: bool = True  # token 0 fills up short texts
+    names: np.ndarray | None = field(default=None, compare=False)  # of the clients
+    class_names: tuple[str, ...] = ()
+    report: PartitionReport | None = field(default=None, compare=False)  # how the data were dealt out
 
     @classmethod
     def from_arrays(
@@ -73,16 +88,77 @@ class Federation:
         if not pairs:
             raise DataError("a federation needs at least one client")
         x, y = _join(pairs, "training")
-        offsets = _offsets(len(px) for px, _ in pairs)
+        return cls.from_tensor(x, y, _offsets(len(px) for px, _ in pairs), test, validation, classes)
+
+    @classmethod
+    def from_tensor(
+        cls,
+        x: Any,
+        y: Any,
+        offsets: Any,
+        test: Pair | Sequence[Pair] | None = None,
+        validation: Pair | Sequence[Pair] | None = None,
+        classes: int | None = None,
+    ) -> "Federation":
+        """A federation whose samples lie one client after the other in one array: client k has those from
+        `offsets[k]` to `offsets[k + 1]`. A million clients cost no Python list.
+
+        >>> federation = Federation.from_tensor(torch.zeros(5, 2), [0, 1, 1, 0, 1], offsets=[0, 2, 5])
+        >>> federation.sizes.tolist()
+        [2, 3]
+        """
+        x, y = _pair((x, y), "the training data")
+        bounds = _tensor(offsets, "offsets")
+        if bounds.dim() != 1 or bounds.is_floating_point():
+            kind = f"{bounds.dtype} of shape {tuple(bounds.shape)}"
+            raise DataError(f"offsets must be a row of whole numbers, not {kind}")
         return cls.build(
             x,
             y,
             torch.arange(len(x)),
-            offsets,
+            bounds.to("cpu", torch.int64),
             test=None if test is None else Holdout.of(test, "test"),
             validation=None if validation is None else Holdout.of(validation, "validation"),
             classes=classes,
         )
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, label: str = "label", client: str | None = None) -> "Federation":
+        """A federation from files: one per client (.npz with x and y, .csv, .parquet), or shards that hold many.
+
+        `label` is the column of targets; `client` the column of client names, if the tables are shards. The layout is
+        described in `fedloom.data.own`.
+        """
+        from fedloom.data.load import own_federation
+        from fedloom.data.own import folder_corpus
+
+        return own_federation(folder_corpus(Path(folder), label=label, client=client), "folder")
+
+    @classmethod
+    def from_table(
+        cls,
+        table: "pd.DataFrame | str | Path",
+        *,
+        client: str,
+        label: str,
+        features: Sequence[str] | None = None,
+        test: "pd.DataFrame | str | Path | None" = None,
+    ) -> "Federation":
+        """A federation from a table (a data frame, .csv or .parquet): each value of the column `client` is a client.
+
+        `features` are the columns that the model reads (None: all others, which must be numbers). Targets that are
+        texts become class labels in sorted order (`class_names`). `test` is a table to evaluate on.
+
+        >>> import pandas as pd
+        >>> table = pd.DataFrame({"ward": ["a", "a", "b"], "age": [50, 60, 70], "died": [0, 1, 0]})
+        >>> federation = Federation.from_table(table, client="ward", label="died")
+        >>> federation.names.tolist(), federation.sizes.tolist()
+        (['a', 'b'], [2, 1])
+        """
+        from fedloom.data.load import own_federation
+        from fedloom.data.own import table_corpus
+
+        return own_federation(table_corpus(table, client=client, label=label, features=features, test=test), "table")
 
     @classmethod
     def build(
@@ -109,6 +185,16 @@ class Federation:
         sets = {"training": y, **{what: part.y for what, part in held.items() if part is not None}}
         return cls(x, y, index, offsets, _count_classes(sets, classes), test, validation, name)
 
+    @property
+    def tokens(self) -> int | None:
+        """Samples are token ids below this number; None: they are no tokens."""
+        if self.vocabulary is not None:
+            return len(self.vocabulary)
+        if self.preparation.pixels or self.x.is_floating_point() or self.x.dim() != 2:
+            return None
+        parts = [self.x, *(part.x for part in (self.test, self.validation) if part is not None)]
+        return 1 + max(int(part.max()) for part in parts)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -118,11 +204,32 @@ class Federation:
         return self.offsets[1:] - self.offsets[:-1]
 
     def client(self, k: int) -> tuple[Tensor, Tensor]:
-        """The samples and targets of client k."""
+        """The samples and targets of client k, as they are stored."""
         if not 0 <= k < len(self):
             raise DataError(f"there is no client {k}: the clients are 0 to {len(self) - 1}")
         mine = self.index[int(self.offsets[k]) : int(self.offsets[k + 1])]
         return self.x[mine], self.y[mine]
+
+    def batch(self, chosen: Tensor, dtype: torch.dtype, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+        """Samples as the model reads them, augmented where `draws` are given, and their targets."""
+        return self.preparation.train(self.x[chosen], dtype, draws), self.y[chosen]
+
+    def held_out(self, clients: Tensor) -> Holdout:
+        """Some clients' data, as stored, to evaluate on."""
+        index, offsets = self._slices(clients)
+        return Holdout(self.x[index], self.y[index], offsets)
+
+    def only(self, clients: Tensor) -> "Federation":
+        """Some of the clients, in that order; the samples are shared."""
+        index, offsets = self._slices(clients)
+        names = None if self.names is None else self.names[clients.numpy()]
+        return replace(self, index=index, offsets=offsets, names=names)
+
+    def _slices(self, clients: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = self.sizes[clients]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        begin = torch.repeat_interleave(self.offsets[:-1][clients] - offsets[:-1], sizes)
+        return self.index[begin + torch.arange(len(begin))], offsets
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Federation":
         """The same federation on a device; floating-point numbers take the model's dtype, integers stay."""
@@ -199,6 +306,9 @@ def _count_classes(targets: dict[str, Tensor], classes: int | None) -> int | Non
         if classes is not None:
             raise DataError(f"classes={classes} was given, but the targets are floating-point numbers")
         return None
+    targets = {what: y[y != NO_TARGET] if y.dim() > 1 else y for what, y in targets.items()}
+    if not all(y.numel() for y in targets.values()):
+        raise DataError("a set holds no target at all")
     found = 1 + max(int(y.max()) for y in targets.values())
     if classes is None and any(int(y.min()) < 0 for y in targets.values()):
         return None  # whole numbers, but no labels: a loss of the user's own will know

@@ -23,7 +23,7 @@ def fit(
     clients_per_round: int | float | None = None,
     local: Local | None = None,
     *,
-    loss: Loss | None = None,
+    loss: str | Loss | None = None,
     metric: str | Score = "accuracy",
     eval_every: int = 1,
     eval_between: bool = False,
@@ -43,10 +43,11 @@ def fit(
     """Train a model over a federation.
 
     The model is the starting point and stays as it is. `clients_per_round` is a count or a fraction in (0, 1] (10
-    if not given, or all where there are fewer). `loss(outputs, targets)` gives one value per sample; None is
-    cross-entropy. `metric` is "accuracy", "f1", "auc" or a function of (outputs, targets); higher is better. It is
-    measured every `eval_every` rounds and in the last one; with `eval_between` also on the mean of models that travel
-    (RADFed) between two averages, as lists `between_test_*` in the round's line.
+    if not given, or all where there are fewer). `loss(outputs, targets)` gives one value per sample; "cross-entropy"
+    and "hinge" are known by name, and None is what the model brings (svm: hinge) or else cross-entropy. `metric` is
+    "accuracy", "f1", "auc" or a function of (outputs, targets); higher is better. It is measured every `eval_every`
+    rounds and in the last one; with `eval_between` also on the mean of models that travel (RADFed) between two
+    averages, as lists `between_test_*` in the round's line.
     With `patience`, the run ends after so many evaluations in which the validation score gained no more than
     `min_gain` of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
     `checkpoint_every` rounds and to `resume` from.

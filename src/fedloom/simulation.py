@@ -45,7 +45,7 @@ class Simulation:
         *,
         clients_per_round: int | float | None,
         local: Local,
-        loss: Loss | None,
+        loss: str | Loss | None,
         metric: str | Score,
         engine: str,
         device: str | torch.device,
@@ -80,7 +80,7 @@ class Simulation:
             moved,
             choose_engine(engine, task, moved, setup),
             Population(pipeline.clients, setup, absence),
-            Evaluator(task, name, score),
+            Evaluator(task, moved.preparation, name, score),
         )
 
     def begin(self) -> RunState:

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedloom.errors import ConfigError, ModelError, nearest
-from fedloom.federation import Federation
+from fedloom.federation import NO_TARGET, Federation
 from fedloom.local import Local
 from fedloom.space import Buffers, Space, buffers_of
 
@@ -21,9 +21,32 @@ Precision = Literal["auto", "fp32", "bf16"]
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """One loss per sample; positions of a sequence are averaged."""
-    losses = F.cross_entropy(outputs, targets.long(), reduction="none")
-    return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
+    """One loss per sample; positions of a sequence are averaged, those without a target left out."""
+    losses = F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=NO_TARGET)
+    if losses.dim() == 1:
+        return losses
+    counted = (targets != NO_TARGET).flatten(1).sum(1).clamp(min=1)
+    return losses.flatten(1).sum(1) / counted
+
+
+def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Crammer and Singer's: by how much the best wrong class comes closer than 1 to the right one."""
+    right = targets.long().unsqueeze(1)
+    wrong = outputs.scatter(1, right, float("-inf")).amax(1)
+    return (1 + wrong - outputs.gather(1, right).squeeze(1)).clamp(min=0)
+
+
+LOSSES: dict[str, Loss] = {"cross-entropy": cross_entropy, "hinge": hinge}
+
+
+def find_loss(loss: str | Loss | None, model: nn.Module) -> Loss:
+    """A loss by name or as it is; None is the one that the model brings (svm: hinge), else cross-entropy."""
+    if callable(loss):
+        return loss
+    name = getattr(model, "fedloom_loss", "cross-entropy") if loss is None else loss
+    if name not in LOSSES:
+        raise ConfigError(f"unknown loss {name!r}: {nearest(str(name), LOSSES)}")
+    return LOSSES[name]
 
 
 @dataclass(frozen=True)
@@ -36,13 +59,13 @@ class Task:
     precision: Precision = "auto"
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss | None, device: torch.device, precision: Precision) -> "Task":
+    def of(cls, model: nn.Module, loss: str | Loss | None, device: torch.device, precision: Precision) -> "Task":
         if not isinstance(model, nn.Module):
             raise ModelError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
         if precision not in ("auto", "fp32", "bf16"):
             raise ConfigError(f"unknown precision {precision!r}: {nearest(str(precision), ('auto', 'fp32', 'bf16'))}")
         own = copy.deepcopy(model).to(device)
-        return cls(own, Space.of(own), loss or cross_entropy, precision)
+        return cls(own, Space.of(own), find_loss(loss, model), precision)
 
     def outputs(self, flat: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
         """The model's outputs under these parameters [P]; batch-norm statistics in `buffers` are updated in place."""
@@ -70,17 +93,17 @@ def check_fit(task: Task, federation: Federation, local: Local) -> None:
             f"client {client} has {int(sizes[client])} samples, fewer than batch_size={local.batch_size}, and would "
             "never train with last_batch='drop'; choose last_batch='keep' or 'bootstrap'"
         )
-    x, y = federation.x[:2], federation.y[:2]
     task.model.train()
     flat = task.space.flatten(task.model)
+    x, y = federation.batch(torch.arange(min(2, len(federation.x)), device=flat.device), flat.dtype)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=_devices(flat.device)):
             outputs = task.outputs(flat, buffers_of(task.model), x)
     except Exception as error:
         shape = tuple(x.shape[1:])
         raise ModelError(f"the model can't read samples of shape {shape} and dtype {x.dtype}: {error}") from error
-    if task.loss is cross_entropy:
-        _check_labels(federation, outputs)
+    if task.loss in LOSSES.values():
+        _check_labels(federation, outputs, next(name for name, known in LOSSES.items() if known is task.loss))
     try:
         losses = task.loss(outputs, y)
     except Exception as error:
@@ -101,9 +124,9 @@ def _devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _check_labels(federation: Federation, outputs: Tensor) -> None:
+def _check_labels(federation: Federation, outputs: Tensor, loss: str) -> None:
     if federation.classes is None:
-        raise ModelError("cross-entropy needs class labels, whole numbers from 0; pass loss= for other targets")
+        raise ModelError(f"{loss} needs class labels, whole numbers from 0; pass loss= for other targets")
     columns = outputs.shape[1] if outputs.dim() > 1 else 1
     if federation.classes > columns:
         raise ModelError(f"the data have {federation.classes} classes, but the model has {columns} outputs")
@@ -119,7 +142,8 @@ def _check_single_samples(task: Task, federation: Federation, local: Local) -> N
     flat = task.space.flatten(task.model)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=_devices(flat.device)):
-            task.outputs(flat, buffers_of(task.model), federation.x[:1])
+            one = federation.batch(torch.zeros(1, dtype=torch.int64, device=flat.device), flat.dtype)[0]
+            task.outputs(flat, buffers_of(task.model), one)
     except ValueError:
         raise ModelError(
             f"client {alone} has {int(federation.sizes[alone])} samples and so a batch of one, which batch norm can't "

@@ -299,6 +299,7 @@ class Training:
             "method": self.simulation.method.text,
             "model": shapes,
             "data": data.hexdigest(),
+            "preparation": str(federation.preparation),
             "availability": availability,
             "dropout_rate": absence.dropout_rate,
             "metric": self.simulation.evaluator.name,

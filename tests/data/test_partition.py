@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from fedloom.data.partition import partition
+from fedloom.data.partition import Pool
+from fedloom.data.partition import partition as deal_out
+
+
+def partition(text: str, y: np.ndarray, clients: int, seed: int) -> list[np.ndarray]:
+    deal = deal_out(text, Pool(y), clients, seed)
+    return [deal.client(k) for k in range(len(deal))]
 
 
 def labels(samples: int = 1000, classes: int = 10) -> np.ndarray:

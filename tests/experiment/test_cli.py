@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,9 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 SMALL = ["--clients", "10", "--per-round", "4", "--model", "logistic", "--rounds", "4"]
 
 
-def fedloom(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def fedloom(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from fedloom.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env={**ENV, **(env or {})}, capture_output=True, text=True, timeout=120)
 
 
 def test_run_leaves_a_whole_folder(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_damaged_files_are_named(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert f"{name} can't be read" in capsys.readouterr().err
+    assert re.search(f"{name} (can't be read|is damaged)", capsys.readouterr().err)
 
 
 def test_method_as_a_list_in_a_config(tmp_path: Path) -> None:
@@ -253,9 +254,62 @@ def test_method_as_a_list_in_a_config(tmp_path: Path) -> None:
     assert fl.load_run(tmp_path / "r").config.method == "fedprox(mu=0.1)+fedadam"
 
 
-@pytest.mark.parametrize("arguments", [["methods"], ["data"], ["--help"], ["run", "--help"], []])
+@pytest.mark.parametrize(
+    "arguments", [["methods"], ["data"], ["models"], ["data", "digits"], ["--help"], ["run", "--help"], []]
+)
 def test_lists_and_help(arguments: list[str], tmp_path: Path) -> None:
     done = fedloom(*arguments, cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr == ""
     assert len(done.stdout) > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data", "mnits"], "unknown data set 'mnits'"),
+        (["data", "digits", "--partition", "dirichlet(alpha=-1)"], "alpha"),
+        (["data", "digits", "--clients", "9999"], "9999 clients can't share 1437 samples"),
+        (["data", "digits", "--data-dir", "nowhere"], "nowhere does not exist"),
+        (["data", "digits", "--clients", "5", "--plot", "map.xyz"], "map.xyz"),
+        (["data", "femnist", "--data-dir", "."], "femnist is not on this machine"),
+        (["run", "--data", "cifar100", "--data-dir", "."], "cifar100 is not on this machine"),
+        (["run", "--fold", "9"], "fold=9"),
+        (["run", "--augment", "flip"], "only images can be augmented"),
+        (["run", "--standardise", "locale"], "standardise must be 'global' or 'local'"),
+        (["run", "--partition", "natural"], "no clients of its own"),
+        (["run", "--loss", "hinged"], "unknown loss 'hinged'"),
+        (["run", "--model", "lenet5"], "lenet5 reads images"),
+        (["run", "--data", "table(path='t.csv', client=a, label=b)"], "t.csv is no file"),
+    ],
+)
+def test_bad_data_settings(arguments: list[str], message: str, tmp_path: Path) -> None:
+    environment = {"FEDLOOM_CACHE": str(tmp_path / "cache"), "http_proxy": "127.0.0.1:9", "https_proxy": "127.0.0.1:9"}
+    done = fedloom(*arguments, cwd=tmp_path, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"cache"}  # nothing was written
+
+
+def test_a_run_repeats_from_its_config_and_its_partition(tmp_path: Path) -> None:
+    """What a folder says is enough to run the same again, held-out clients included."""
+    settings = ["--partition", "dirichlet(alpha=0.3)", "--clients", "12", "--validation", "3", "--rounds", "2"]
+    done = fedloom("run", *settings, "--standardise", "global", "--out", "first", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = fedloom(
+        "run", "--config", "first/config.yaml", "--partition", "first/partition.npz", "--out", "second", cwd=tmp_path
+    )
+    assert again.returncode == 0, again.stderr
+    rows = [fl.load_run(tmp_path / name).history for name in ("first", "second")]
+    for a, b in zip(*rows, strict=True):
+        assert {n: v for n, v in a.items() if n != "seconds"} == {n: v for n, v in b.items() if n != "seconds"}
+    assert "validation_accuracy" in rows[0][-1]
+    assert len(fl.load_run(tmp_path / "first").federation()) == 12
+
+
+def test_data_is_dealt_out_and_drawn(tmp_path: Path) -> None:
+    done = fedloom("data", "digits", "--partition", "classes(2)", "--clients", "20", "--plot", "map.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "C-score" in done.stdout
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")

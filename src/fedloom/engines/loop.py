@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedloom.data.transforms import Draws
 from fedloom.engines.step import Optimizer, corrected, step_norm
 from fedloom.federation import Federation
-from fedloom.keys import client_rng
+from fedloom.keys import augmentation_key, client_rng
 from fedloom.rows import Rows
 from fedloom.space import Buffers
 from fedloom.stages import Setup, State, Updates, Work
@@ -59,15 +60,17 @@ class Loop:
         rng = client_rng(self.setup.seed, work.w, client, int(work.occurrence[k]))
         begin, end = self.federation.offsets[client : client + 2].tolist()
         batches = local.batches(end - begin, rng, work.max_steps)
+        key = self._key(work, k, start.device)
         _seed(start.device, int(rng.integers(1 << 62)))
         mine = self.federation.index[begin:end]
 
         x, optimizer = start, Optimizer(local)
         total, seen = start.new_zeros(()), 0
         gradients = torch.zeros_like(start) if "mean_gradient" in work.wants else None
-        for rate, batch in zip(rates, batches, strict=False):
+        for step, (rate, batch) in enumerate(zip(rates, batches, strict=False)):
             chosen = mine[torch.from_numpy(batch)].to(x.device)
-            gradient, losses = self._gradient(x, buffers, self.federation.x[chosen], self.federation.y[chosen])
+            draws = None if key is None else Draws(key, step)
+            gradient, losses = self._gradient(x, buffers, *self.federation.batch(chosen, x.dtype, draws))
             if gradients is not None:
                 gradients += gradient
             x = optimizer.step(x, corrected(gradient, x, start, pull, drift, local.clip_norm), rate)
@@ -82,13 +85,20 @@ class Loop:
             extra["step_norm"] = torch.tensor(norm, dtype=torch.float64)
         return _Run(start, x, buffers, len(batches), total / max(seen, 1), extra)
 
+    def _key(self, work: Work, k: int, device: torch.device) -> Tensor | None:
+        """For the augmentation of a client's batches, where there is any."""
+        if not self.federation.preparation.augment:
+            return None
+        words = augmentation_key(self.setup.seed, work.w, int(work.clients[k]), int(work.occurrence[k]))
+        return torch.tensor(words.tolist(), device=device)
+
     def _score(self, x: Tensor, buffers: Buffers, mine: Tensor) -> Tensor:
         """Mean over the client's batches, in stored order, of the squared norm of the gradient at x."""
         untouched = {name: buffer.clone() for name, buffer in buffers.items()}
         squares = []
         for places in self.setup.local.batches_in_order(len(mine)):
             chosen = mine[torch.from_numpy(places)].to(x.device)
-            gradient, _ = self._gradient(x, untouched, self.federation.x[chosen], self.federation.y[chosen])
+            gradient, _ = self._gradient(x, untouched, *self.federation.batch(chosen, x.dtype))
             squares.append(gradient.double().square().sum())
         return torch.stack(squares).mean()
 

@@ -13,7 +13,7 @@ from fedloom.errors import ConfigError, RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, Run, claim, is_finished, write_text
 from fedloom.experiment.progress import Watch
-from fedloom.experiment.run import prepare_run, start_run
+from fedloom.experiment.run import load_data, prepare_run, start_run
 from fedloom.method import Method
 from fedloom.simulation import cohort_size
 
@@ -68,9 +68,9 @@ class Comparison:
     seeds: int
 
 
-def rounds_for(method: Method, config: RunConfig) -> int:
+def rounds_for(method: Method, config: RunConfig, clients: int) -> int:
     """How many aggregations cost as many Works per client slot as `config.rounds` synchronous rounds."""
-    works = method.pipeline().schedule.stage.works(cohort_size(config.per_round, config.clients))
+    works = method.pipeline().schedule.stage.works(cohort_size(config.per_round, clients))
     rounds = int(config.rounds / works + 1e-9)
     if not rounds:
         raise ConfigError(f"{method} averages once in {works:g} Works; --rounds {config.rounds} is too few for it")
@@ -97,7 +97,9 @@ def compare(
     if len(set(texts)) < len(texts):
         twice = next(text for text in texts if texts.count(text) > 1)
         raise ConfigError(f"{twice} stands in the comparison twice")
-    plans = [replace(config, method=text, rounds=rounds_for(Method(text), config)) for text in texts]
+    config = config.settled()
+    clients = len(load_data(**config.dealing))
+    plans = [replace(config, method=text, rounds=rounds_for(Method(text), config, clients)) for text in texts]
     if (folder / CONFIG).is_file():
         raise RunError(f"{folder} holds a run; choose another --out")
     every = range(config.seed, config.seed + seeds)

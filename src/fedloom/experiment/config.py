@@ -6,10 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fedloom.data.catalogue import FACTS, find_dataset
+from fedloom.data.standardise import Standardisation
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import LastBatch, Local, Optimizer
 from fedloom.method import Method
 from fedloom.registry import MISFIT, describe, fit_value
+from fedloom.spec import parse_one
 from fedloom.task import Precision
 
 
@@ -22,10 +25,18 @@ class RunConfig:
     """The settings of one run. Each is a line of a config file and an option of the command line."""
 
     data: str = _setting("digits", "Name of the data set (`fedloom data` lists them).")
-    partition: str = _setting("classes(per_client=2)", "How samples are dealt out to clients.")
-    clients: int = _setting(20, "Number of clients.")
+    data_dir: str | None = _setting(None, "Folder of data files and weights, in place of FEDLOOM_DATA.")
+    partition: str | None = _setting(
+        None, "How samples are dealt out to clients: 'classes(per_client=2)', or 'natural' where data have clients."
+    )
+    clients: int | None = _setting(None, "Number of clients: 20, or all that the data have of their own.")
+    pooled: bool = _setting(False, "Deal out training and test samples together.")
+    validation: int = _setting(0, "Further clients to hold out for validation.")
+    fold: int | None = _setting(None, "Split clients 60/20/20 into training, validation and test: fold 0 to 4.")
+    augment: str | None = _setting(None, "Augmentation of images, such as 'crop+flip+cutout'.")
+    standardise: Standardisation | None = _setting(None, "Columns of tables to mean 0, deviation 1: global or local.")
     per_round: int | float = _setting(10, "Clients in a round: a count, or a fraction such as 0.1.")
-    model: str = _setting("mlp", "Name of the model.")
+    model: str = _setting("mlp", "Name of the model (`fedloom models` lists them).")
     method: str = _setting("fedavg", "The method, such as 'fedprox(mu=0.1)+fedadam' (`fedloom methods` lists them).")
     rounds: int = _setting(50, "Rounds; in a comparison, Works per client slot.")
     epochs: int = _setting(1, "Passes over the local data in a round.")
@@ -38,6 +49,7 @@ class RunConfig:
     optimizer: Optimizer = _setting("sgd", "Local optimiser: sgd, adam or adamw.")
     clip_norm: float | None = _setting(None, "Clip local gradients to this norm.")
     last_batch: LastBatch = _setting("keep", "A short last batch: keep, drop or bootstrap.")
+    loss: str | None = _setting(None, "cross-entropy or hinge; left out, what the model wants.")
     metric: str = _setting("accuracy", "accuracy, f1 or auc.")
     eval_every: int = _setting(1, "Rounds between evaluations.")
     seed: int = _setting(0, "Seed of data, model and run; the first one of a comparison.")
@@ -47,6 +59,26 @@ class RunConfig:
     availability: float | str | None = _setting(None, "Share of the time that clients are there, or a trace file.")
     dropout_rate: float = _setting(0.0, "Share of the asked clients that fail to answer.")
     checkpoint_every: int = _setting(10, "Rounds between checkpoints.")
+
+    @property
+    def dealing(self) -> dict[str, Any]:
+        """What `load` needs to know: the data, and how clients get them."""
+        names = ("partition", "clients", "seed", "pooled", "validation", "fold", "augment", "standardise", "data_dir")
+        return {"name": self.data, **{name: getattr(self, name) for name in names}}
+
+    def settled(self) -> "RunConfig":
+        """With the choices made that depend on the data set."""
+        natural = FACTS[find_dataset(self.data).name].natural
+        partition = self.partition or ("natural" if natural else "classes(per_client=2)")
+        everyone = partition.endswith(".npz") or parse_one(partition).name == "natural"
+        clients = 20 if self.clients is None and not everyone else self.clients
+        return replace(self, partition=partition, clients=clients)
+
+    @property
+    def setting(self) -> str:
+        """In a few words."""
+        clients = "all" if self.clients is None else self.clients
+        return f"{self.data}, {self.partition}, {clients} clients, {self.per_round} a round"
 
     @property
     def local(self) -> Local:

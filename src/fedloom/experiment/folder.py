@@ -8,15 +8,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
-import numpy as np
 from torch import nn
 
-from fedloom.data.catalogue import assemble, find_dataset
+from fedloom.data.load import load
 from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig, read_config
 from fedloom.federation import Federation
@@ -55,15 +52,7 @@ class Run:
 
     def federation(self) -> Federation:
         """The data, dealt out as they were in the run."""
-        dataset = find_dataset(self.config.data)
-        path = self.folder / PARTITION
-        try:
-            with np.load(path, allow_pickle=False) as saved:
-                index, offsets = saved["index"], saved["offsets"]
-            dealt = [index[a:b] for a, b in pairwise(offsets)]
-            return assemble(dataset, dataset.read(), dealt)
-        except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
-            raise RunError(f"{path} can't be read: {error}") from None
+        return load(**{**self.config.dealing, "partition": self.folder / PARTITION})
 
     def model(self) -> nn.Module:
         """The deployable model."""
@@ -73,7 +62,7 @@ class Run:
         path = self.folder / MODEL
         if not path.exists():
             raise RunError(f"{self.folder} holds no model yet: the run has not finished; continue it with --resume")
-        made = make_model(self.config.model, self.federation(), self.config.seed)
+        made = make_model(self.config.model, self.federation(), self.config.seed, self.config.data_dir)
         try:
             made.load_state_dict(load_file(path))
         except (SafetensorError, OSError, RuntimeError) as error:
@@ -147,11 +136,6 @@ def write_text(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text)
     os.replace(beside, path)
-
-
-def write_partition(folder: Path, federation: Federation) -> None:
-    index, offsets = federation.index.cpu().numpy(), federation.offsets.cpu().numpy()
-    np.savez_compressed(folder / PARTITION, index=index, offsets=offsets)
 
 
 def write_model(path: Path, model: nn.Module) -> None:

@@ -78,8 +78,7 @@ def _page(title: str, config: RunConfig, table: str, groups: Sequence[tuple[str,
     ]
     curves = [_curve(heading, name, scale, unit, groups) for heading, name, scale, unit in plots]
     setting = (
-        f"{config.data}, {config.partition}, {config.clients} clients, {config.per_round} a round, "
-        f"model {config.model}, lr {config.lr:g}, batch {config.batch_size}, epochs {config.epochs}"
+        f"{config.setting}, model {config.model}, lr {config.lr:g}, batch {config.batch_size}, epochs {config.epochs}"
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'

@@ -51,7 +51,7 @@ def headings(comparison: Comparison) -> list[str]:
 def table(comparison: Comparison) -> Table:
     """For the terminal; the best mean stands out."""
     config = comparison.config
-    shown = Table(title=f"{config.data}, {config.partition}, {config.clients} clients, {config.per_round} a round")
+    shown = Table(title=config.setting)
     for i, heading in enumerate(headings(comparison)):
         shown.add_column(heading, justify="right" if i else "left", overflow="fold")
     means = [row.mean for row in comparison.rows if not math.isnan(row.mean)]

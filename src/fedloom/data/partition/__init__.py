@@ -1,5 +1,6 @@
 """How samples are dealt out to clients; one file per partitioner."""
 
-from fedloom.data.partition.base import Deal, Labels, Partitioner, partition, partitioners
+from fedloom.data.partition.base import Deal, Partitioner, Pool, partition, partitioners
+from fedloom.data.partition.report import PartitionReport
 
-__all__ = ["Deal", "Labels", "Partitioner", "partition", "partitioners"]
+__all__ = ["Deal", "PartitionReport", "Partitioner", "Pool", "partition", "partitioners"]

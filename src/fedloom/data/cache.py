@@ -1,0 +1,67 @@
+"""Parsed data sets as plain .npy files: parsing is done once."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.data.corpus import Corpus
+
+VERSION = 1  # of what the parsers make of a file; raise it when one of them changes
+FACTS = "facts.json"
+
+
+def cached(folder: Path, call: str, sources: Sequence[Path], parse: Callable[[], Corpus]) -> Corpus:
+    """What `parse` made of these very files before, or makes now."""
+    entry = folder / _key(call, sources)
+    found = _read(entry)
+    if found is not None:
+        return found
+    made = parse()
+    try:
+        _write(entry, made)
+    except OSError as error:
+        warnings.warn(f"{call} could not be kept in the cache {folder}: {error}", stacklevel=2)
+    return made
+
+
+def _key(call: str, sources: Sequence[Path]) -> str:
+    """Other parameters, another version, or a file that was touched since: another entry."""
+    stamps: list[list[str | int]] = []
+    for path in sources:
+        inside = [file.stat() for file in sorted(path.rglob("*"))] if path.is_dir() else []
+        stamps += [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for stat in (path.stat(), *inside)]
+    digest = hashlib.sha256(json.dumps([VERSION, call, stamps]).encode()).hexdigest()[:16]
+    return f"{call.partition('(')[0]}-{digest}"
+
+
+def _read(entry: Path) -> Corpus | None:
+    try:
+        facts = json.loads((entry / FACTS).read_text())
+        arrays = {name: np.load(entry / f"{name}.npy", allow_pickle=False) for name in facts.pop("arrays")}
+        return Corpus.of(arrays, facts)
+    except (OSError, EOFError, ValueError, KeyError, TypeError):  # none, cut off or of another version: parse again
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+
+
+def _write(entry: Path, corpus: Corpus) -> None:
+    """Beside, then renamed: a reader never sees half an entry."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name}-"))
+    try:
+        arrays = corpus.arrays()
+        for name, array in arrays.items():
+            np.save(beside / f"{name}.npy", array, allow_pickle=False)
+        (beside / FACTS).write_text(json.dumps({**corpus.facts(), "arrays": sorted(arrays)}))
+        os.replace(beside, entry)
+    except OSError:
+        shutil.rmtree(beside, ignore_errors=True)
+        if not (entry / FACTS).exists():  # unless another process was faster
+            raise

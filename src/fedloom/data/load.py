@@ -1,0 +1,130 @@
+"""`load`: a data set by name, dealt out to clients, as a federation."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedloom.data.catalogue import find_dataset, read_corpus
+from fedloom.data.corpus import Corpus
+from fedloom.data.files import Files
+from fedloom.data.partition import Deal, PartitionReport, Pool
+from fedloom.data.partition import partition as deal_out
+from fedloom.data.split import split_clients
+from fedloom.data.standardise import Standardisation
+from fedloom.data.standardise import standardise as standardised
+from fedloom.data.transforms import Preparation, augmentations
+from fedloom.data.vocabulary import fit_vocabulary
+from fedloom.errors import DataError
+from fedloom.federation import Federation, Holdout
+from fedloom.spec import parse_one
+
+CLIENTS = 100
+
+
+def load(
+    name: str,
+    partition: str | Path | None = None,
+    clients: int | None = None,
+    seed: int = 0,
+    *,
+    pooled: bool = False,
+    validation: int = 0,
+    fold: int | None = None,
+    augment: str | None = None,
+    standardise: Standardisation | None = None,
+    data_dir: str | Path | None = None,
+) -> Federation:
+    """A data set, dealt out to clients; its test set is held out.
+
+    `partition` is a text such as "dirichlet(alpha=0.3)", or the partition.npz of an earlier run; None is "natural"
+    where the data have clients of their own (writers, roles, hospitals) and "iid" elsewhere. `clients` is their
+    number; None is 100, or all natural ones. `pooled` deals out training and test samples together.
+    `validation` holds that many further clients out; `fold` (0 to 4) splits the clients into those that train, 20% for
+    validation and 20% for the test (see `split_clients`). `augment` is a text such as "crop + flip + cutout".
+    `standardise` is "global" or "local", for tables. Files are looked for in `data_dir`, or the folder that the
+    environment variable FEDLOOM_DATA names, then in the cache, then at their publisher.
+
+    >>> federation = load("digits", partition="classes(per_client=2)", clients=20, seed=0)
+    >>> len(federation), federation.classes
+    (20, 10)
+    """
+    call = find_dataset(name)
+    for what, count in (("clients", clients), ("validation", validation)):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+            raise DataError(f"{what} must be a whole number, not {count!r}")
+    asked = clients if not clients else clients + validation
+    corpus = read_corpus(name, Files.of(data_dir), asked, seed)
+    if pooled:
+        corpus = corpus.pooled()
+    report = _dealt(corpus, str(call), partition, asked, seed)
+    federation = _assembled(corpus, call.name, report, dropped_test=fold is not None)
+    federation = split_clients(federation, validation=validation, fold=fold, seed=seed)
+    if corpus.words is not None:
+        federation = fit_vocabulary(
+            federation,
+            corpus.words,
+            padded=corpus.padded,
+            predicts_tokens=corpus.predicts_tokens,
+            limit=corpus.vocabulary,
+        )
+    if standardise is not None:
+        federation = standardised(federation, standardise, corpus.numeric or None)
+    pixels = corpus.train_x.dtype == np.uint8 and corpus.train_x.ndim == 4
+    preparation = Preparation(pixels, corpus.mean, corpus.std, augmentations(augment))
+    return replace(federation, preparation=preparation)
+
+
+def own_federation(corpus: Corpus, name: str) -> Federation:
+    """A user's own data, one client for each owner."""
+    return _assembled(corpus, name, _dealt(corpus, name, "natural", None, 0), dropped_test=False)
+
+
+def _dealt(corpus: Corpus, name: str, partition: str | Path | None, clients: int | None, seed: int) -> PartitionReport:
+    if partition is None:
+        partition = "iid" if corpus.owner is None else "natural"
+    labels = corpus.train_y if corpus.train_y.ndim == 1 and corpus.train_y.dtype.kind in "iu" else None
+    if isinstance(partition, Path) or str(partition).endswith(".npz"):
+        saved = PartitionReport.load(Path(partition))
+        if len(saved.deal.index) and int(saved.deal.index.max()) >= len(corpus.train_y):
+            raise DataError(f"{partition} was made for other data: {name} has only {len(corpus.train_y)} samples")
+        return replace(saved, labels=labels, class_names=corpus.class_names)
+    way = parse_one(partition).name
+    if labels is None and way not in ("iid", "natural"):
+        raise DataError(f"partition {partition}: the targets of {name} are no class labels; use natural or iid")
+    if clients is None and way != "natural":
+        clients = CLIENTS
+    pool = Pool(
+        np.zeros(len(corpus.train_y), dtype=np.int64) if labels is None else labels,
+        corpus.owner,
+        corpus.owners,
+        _categories(corpus) if way == "quadratic" else None,
+    )
+    return PartitionReport(partition, deal_out(partition, pool, clients, seed), labels, corpus.class_names)
+
+
+def _categories(corpus: Corpus) -> np.ndarray | None:
+    """A table's columns that hold categories."""
+    if not corpus.numeric or corpus.numeric == corpus.train_x.shape[1]:
+        return None
+    return corpus.train_x[:, corpus.numeric :].astype(np.int16)
+
+
+def _assembled(corpus: Corpus, name: str, report: PartitionReport, dropped_test: bool) -> Federation:
+    """A federation over a data set's arrays, by the positions that each client owns."""
+    deal: Deal = report.deal
+    test = None
+    if corpus.test_x is not None and corpus.test_y is not None and not dropped_test:
+        test = Holdout(torch.from_numpy(corpus.test_x), torch.from_numpy(corpus.test_y))
+    classes = len(corpus.words) if corpus.predicts_tokens and corpus.words is not None else corpus.classes
+    federation = Federation.build(
+        torch.from_numpy(corpus.train_x),
+        torch.from_numpy(corpus.train_y),
+        torch.from_numpy(deal.index),
+        torch.from_numpy(deal.offsets),
+        test=test,
+        classes=classes,
+        name=name,
+    )
+    return replace(federation, names=deal.names, report=report, class_names=corpus.class_names)

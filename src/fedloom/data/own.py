@@ -1,0 +1,202 @@
+"""A user's own data: a table with a column that says whose a row is, or a folder of files.
+
+A folder holds one file per client, named after it, or shards that hold many clients each:
+
+| file | one client | a shard |
+| --- | --- | --- |
+| .npz | arrays `x` [n, ...] and `y` [n] | `offsets` [clients + 1] too, and `names` [clients] if they have any |
+| .csv, .csv.gz, .parquet | a column of targets, all others are features | a column of client names too |
+
+Client j of a shard has its rows from `offsets[j]` to `offsets[j + 1]`.
+
+With subfolders `train` and `test` the clients come from the first and the test set from the second.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedloom.data.corpus import Corpus
+from fedloom.data.files import reading
+from fedloom.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TABLES = (".csv", ".csv.gz", ".parquet")
+KINDS = (".npz", *TABLES)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some clients' samples: what one file holds."""
+
+    x: np.ndarray
+    y: np.ndarray
+    owner: np.ndarray  # position in `names`
+    names: list[str]
+    columns: tuple[str, ...] = ()
+
+
+def table_corpus(
+    table: "pd.DataFrame | str | Path",
+    *,
+    client: str,
+    label: str,
+    features: Sequence[str] | None = None,
+    test: "pd.DataFrame | str | Path | None" = None,
+) -> Corpus:
+    """A table as a corpus with one natural client for each value of its column `client`."""
+    train = _piece(*_frame(table), label, client, features)
+    held = None if test is None else _piece(*_frame(test), label, None, train.columns)
+    return _corpus([train], None if held is None else [held])
+
+
+def folder_corpus(folder: Path, *, label: str = "label", client: str | None = None) -> Corpus:
+    """A folder of files as a corpus with one natural client for each file, or for each client of a shard."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder")
+    split = (folder / "train").is_dir()
+    train = _pieces(folder / "train" if split else folder, label, client)
+    test = _pieces(folder / "test", label, client) if split and (folder / "test").is_dir() else None
+    seen: dict[str, None] = {}
+    for piece in train:
+        for name in piece.names:
+            if name in seen:
+                raise DataError(f"{folder} holds two clients with the name {name!r}; rename one")
+            seen[name] = None
+    return _corpus(train, test)
+
+
+def _pieces(folder: Path, label: str, client: str | None) -> list[_Piece]:
+    files = sorted(path for path in folder.iterdir() if path.is_file() and _kind(path))
+    if not files:
+        raise DataError(f"{folder} holds no file that ends in {', '.join(KINDS)}")
+    pieces = []
+    for path in files:
+        name = path.name.removesuffix(_kind(path))
+        if _kind(path) == ".npz":
+            pieces.append(_arrays(path, name))
+        else:
+            piece = _piece(*_frame(path), label, client, None)
+            pieces.append(piece if client else _Piece(piece.x, piece.y, piece.owner, [name], piece.columns))
+    return pieces
+
+
+def _kind(path: Path) -> str:
+    return next((kind for kind in KINDS if path.name.endswith(kind)), "")
+
+
+def _arrays(path: Path, name: str) -> _Piece:
+    with reading(path), np.load(path, allow_pickle=False) as archive:
+        for wanted in ("x", "y"):
+            if wanted not in archive.files:
+                raise DataError(f"{path} has no array {wanted!r}; a client's file needs x and y")
+        x, y = archive["x"], archive["y"]
+        offsets = archive["offsets"] if "offsets" in archive.files else None
+        names = [str(n) for n in archive["names"]] if "names" in archive.files else None
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or not len(x):
+        raise DataError(f"{path}: x and y must have one entry per sample, but their shapes are {x.shape} and {y.shape}")
+    if offsets is None:
+        return _Piece(x, y, np.zeros(len(x), dtype=np.int64), [name])
+    whole = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 1
+    if not whole or offsets[0] != 0 or offsets[-1] != len(x) or (np.diff(offsets.astype(np.int64)) < 1).any():
+        raise DataError(
+            f"{path}: offsets must rise from 0 to the number of samples, {len(x)}, one step for each client"
+        )
+    names = names or [f"{name}/{j}" for j in range(len(offsets) - 1)]
+    if len(names) != len(offsets) - 1:
+        raise DataError(f"{path}: {len(offsets) - 1} clients have {len(names)} names")
+    return _Piece(x, y, np.repeat(np.arange(len(names)), np.diff(offsets)), names)
+
+
+def _frame(table: "pd.DataFrame | str | Path") -> tuple["pd.DataFrame", str]:
+    """A data frame, and what to call it."""
+    import pandas as pd
+
+    if isinstance(table, pd.DataFrame):
+        return table, "the table"
+    path = Path(table)
+    if not path.is_file():
+        raise DataError(f"{path} is no file")
+    if not path.name.endswith(TABLES):
+        raise DataError(f"{path}: a table's name ends in {', '.join(TABLES)}")
+    try:
+        with reading(path):
+            return (pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)), str(path)
+    except ImportError:
+        raise DataError(f"{path}: reading parquet needs pyarrow; install fedloom[parquet]") from None
+
+
+def _piece(frame: "pd.DataFrame", name: str, label: str, client: str | None, features: Sequence[str] | None) -> _Piece:
+    if not len(frame):
+        raise DataError(f"{name} has no rows")
+    columns = [str(column) for column in frame.columns]
+    twice = next((column for column in columns if columns.count(column) > 1), None)
+    if twice is not None:
+        raise DataError(f"{name} has two columns called {twice!r}")
+    chosen = [column for column in columns if column not in (label, client)] if features is None else list(features)
+    for wanted in (label, *([client] if client else []), *chosen):
+        if wanted not in columns:
+            raise DataError(f"{name} has no column {wanted!r}: {nearest(str(wanted), columns)}")
+        missing = np.flatnonzero(frame[wanted].isna().to_numpy())
+        if len(missing):
+            rows = f"row {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            raise DataError(f"{name}: column {wanted!r} has no value in {rows} (rows count from 0)")
+    if label in chosen:
+        raise DataError(f"{name}: {label!r} is the target and can't be a feature too")
+    if not chosen:
+        raise DataError(f"{name} has no column left for features")
+    owner, names = np.zeros(len(frame), dtype=np.int64), ["all"]
+    if client:
+        found, owner = np.unique(frame[client].astype(str).to_numpy(dtype=str), return_inverse=True)
+        names = found.tolist()
+    x = np.stack([_numbers(frame[column], column, name) for column in chosen], axis=1)
+    return _Piece(x, frame[label].to_numpy(), owner, names, tuple(chosen))
+
+
+def _numbers(series: "pd.Series[Any]", column: str, name: str) -> np.ndarray:
+    if series.dtype.kind not in "biuf":
+        raise DataError(
+            f"{name}: column {column!r} holds {series.dtype}, not numbers; turn it into numbers, or name the columns "
+            "to use with features=[...]"
+        )
+    return series.to_numpy().astype(np.float32)
+
+
+def _corpus(train: Sequence[_Piece], test: Sequence[_Piece] | None) -> Corpus:
+    for piece in (*train, *(test or ())):
+        if piece.columns != train[0].columns or piece.x.shape[1:] != train[0].x.shape[1:]:
+            had = f"{list(train[0].columns) or train[0].x.shape[1:]} and {list(piece.columns) or piece.x.shape[1:]}"
+            raise DataError(f"clients {train[0].names[0]!r} and {piece.names[0]!r} disagree about their samples: {had}")
+    targets = [piece.y for piece in (*train, *(test or ()))]
+    y, class_names = _targets(targets)
+    first = np.cumsum([0, *(len(piece.names) for piece in train)])
+    cut = sum(len(piece.y) for piece in train)
+    columns = train[0].columns
+    return Corpus(
+        train_x=np.concatenate([piece.x for piece in train]),
+        train_y=y[:cut],
+        test_x=None if test is None else np.concatenate([piece.x for piece in test]),
+        test_y=None if test is None else y[cut:],
+        classes=len(class_names) or None,
+        class_names=class_names,
+        owner=np.concatenate([piece.owner + first[i] for i, piece in enumerate(train)]),
+        owners=np.array([name for piece in train for name in piece.names]),
+        columns=columns,
+        numeric=len(columns),
+    )
+
+
+def _targets(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Numbers stay as they are; texts and truth values become class labels in sorted order."""
+    y = np.concatenate(parts)
+    if y.dtype.kind in "f":
+        return y.astype(np.float32), ()
+    if y.dtype.kind in "iu":
+        return y.astype(np.int64), ()
+    names, labels = np.unique(y.astype(str), return_inverse=True)
+    return labels.astype(np.int64), tuple(names.tolist())

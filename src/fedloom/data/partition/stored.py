@@ -1,0 +1,65 @@
+"""A partition in a file: index, offsets, names, remarks and the text, as plain NumPy arrays without pickles."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from fedloom.data.partition.base import Deal
+from fedloom.errors import DataError
+
+# what NumPy and zipfile raise on a file that is none of theirs
+DAMAGED = (
+    *(OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, RuntimeError, MemoryError),
+    *(zlib.error, zipfile.BadZipFile),
+)
+
+
+def save(path: Path, text: str, deal: Deal) -> None:
+    arrays = {
+        "index": deal.index,
+        "offsets": deal.offsets,
+        "text": np.array(text, dtype=np.str_),
+        "remarks": np.array(deal.remarks, dtype=np.str_),
+    }
+    if deal.names is not None:
+        arrays["names"] = np.asarray(deal.names).astype(np.str_)
+    try:
+        with path.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # the stubs take the names for allow_pickle
+    except OSError as error:
+        raise DataError(f"the partition could not be written to {path}: {error.strerror or error}") from error
+
+
+def load(path: Path) -> tuple[str, Deal]:
+    """The partition's text and the deal; a file that is damaged or something else is refused."""
+    if not path.is_file():
+        raise DataError(f"there is no partition file {path}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ("index", "offsets", "text", "remarks", "names") if name in file}
+        text, remarks = arrays["text"], arrays["remarks"]
+        deal = Deal(arrays["index"], arrays["offsets"], arrays.get("names"), tuple(remarks.tolist()))
+        wrong = _wrong(deal, text, remarks)
+    except DAMAGED as error:
+        raise DataError(f"{path} is damaged or no partition saved by Fedloom") from error
+    if wrong:
+        raise DataError(f"{path} is damaged or no partition saved by Fedloom: {wrong}")
+    return str(text), deal
+
+
+def _wrong(deal: Deal, text: np.ndarray, remarks: np.ndarray) -> str:
+    """What contradicts itself, if anything."""
+    index, offsets, names = deal.index, deal.offsets, deal.names
+    if text.shape != () or remarks.ndim != 1 or text.dtype.kind != "U" or (len(remarks) and remarks.dtype.kind != "U"):
+        return "its text is no text"
+    if index.ndim != 1 or offsets.ndim != 1 or index.dtype != np.int64 or offsets.dtype != np.int64:
+        return "positions must be whole numbers"
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(index) or np.any(np.diff(offsets) < 0):
+        return "its offsets do not fit its samples"
+    if np.any(index < 0) or len(np.unique(index)) < len(index):
+        return "it deals out a sample twice"
+    if names is not None and (names.shape != (len(deal),) or names.dtype.kind != "U"):
+        return "its names do not fit its clients"
+    return ""

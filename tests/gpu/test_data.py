@@ -1,0 +1,75 @@
+"""Data and models on a GPU as on the CPU. `make gpu`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.data.transforms import Draws, Preparation, augmentations
+from fedloom.models.catalogue import REGISTRY, Shape, load_models
+from fedloom.models.recurrent import set_fused
+from fedloom.spec import parse_one
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+load_models()
+AUGMENTATION = "crop(padding=2) + flip + cutout(size=5)"
+
+
+def pictures(n: int = 60, channels: int = 3, side: int = 32) -> torch.Tensor:
+    return torch.randint(0, 256, (n, channels, side, side), generator=torch.Generator().manual_seed(0)).byte()
+
+
+def test_augmented_batches_are_the_same() -> None:
+    way = Preparation(True, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), augmentations(AUGMENTATION))
+    key = torch.tensor([123456789, 4000000001])
+    here = way.train(pictures(), torch.float64, Draws(key, 7))
+    there = way.train(pictures().cuda(), torch.float64, Draws(key.cuda(), 7))
+    assert torch.allclose(here, there.cpu(), atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("lenet5", Shape((3, 32, 32), 10)),
+        ("resnet56", Shape((3, 32, 32), 10)),
+        ("char-lstm(hidden=32)", Shape((20,), 30, tokens=30, padded=False)),
+        ("bilstm(hidden=16, dropout=0)", Shape((20,), 4, tokens=50)),
+        ("transformer", Shape((20,), 4, tokens=50)),
+        ("stackoverflow-lstm", Shape((12,), 50, tokens=50, per_position=True)),
+    ],
+)
+def test_models_train_the_same(name: str, shape: Shape) -> None:
+    torch.manual_seed(0)
+    model = REGISTRY.make(REGISTRY.complete(parse_one(name)), shape=shape).double()
+    generator = torch.Generator().manual_seed(1)
+    if shape.tokens:
+        x = torch.randint(1, shape.tokens, (60, *shape.inputs), generator=generator)
+        x[::3, -4:] = 0
+    else:
+        x = pictures()
+    y = torch.randint(0, shape.outputs, (60, *shape.inputs) if shape.per_position else (60,), generator=generator)
+    federation = fl.Federation.from_tensor(x, y, [0, 20, 40, 60], test=(x, y), classes=shape.outputs)
+    if not shape.tokens:
+        way = Preparation(True, (0.5,) * 3, (0.25,) * 3, augmentations(AUGMENTATION))
+        federation = replace(federation, preparation=way)
+    local = fl.Local(steps=3, batch_size=8, lr=0.001)  # a larger rate makes ResNet-56 a chaotic map
+    runs = [
+        fl.fit(model, federation, rounds=2, local=local, device=device, precision="fp32") for device in ("cpu", "cuda")
+    ]
+    a, b = runs[0].params, runs[1].params.cpu()
+    assert float((a - b).norm() / a.norm()) < 1e-8
+    assert runs[0].history[-1]["test_accuracy"] == pytest.approx(runs[1].history[-1]["test_accuracy"], abs=0.02)
+
+
+def test_the_fused_kernel_and_plain_code_agree_on_the_device() -> None:
+    torch.manual_seed(0)
+    shape = Shape((30,), 80, tokens=80, padded=False)
+    model = REGISTRY.make(REGISTRY.complete(parse_one("char-lstm")), shape=shape).double().cuda()
+    ids = torch.randint(0, 80, (8, 30)).byte().cuda()
+    fused = model(ids)
+    set_fused(model, False)
+    assert torch.allclose(fused, model(ids), atol=1e-12, rtol=0)
