@@ -11,6 +11,7 @@ distribution), or, if less than 1e-12 of q_k is left, a draw in proportion to th
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +80,7 @@ def _draw(q: np.ndarray, sizes: np.ndarray, counts: np.ndarray, rng: Generator) 
     quota, left = sizes.tolist(), counts.copy()
     unfilled = list(range(len(quota)))
     owner, drawn = np.empty(sizes.sum(), dtype=np.int64), np.empty(sizes.sum(), dtype=np.int64)
-    for m, (u, v, w) in enumerate(rng.random((len(owner), 3)).tolist()):
+    for m, (u, v, w) in enumerate(_uniforms(len(owner), rng)):
         at = int(u * len(unfilled))
         k = unfilled[at]
         c = cumulative[k].searchsorted(v * cumulative[k, -1], side="right")
@@ -92,6 +93,12 @@ def _draw(q: np.ndarray, sizes: np.ndarray, counts: np.ndarray, rng: Generator) 
             unfilled[at] = unfilled[-1]
             unfilled.pop()
     return owner, drawn
+
+
+def _uniforms(count: int, rng: Generator) -> Iterator[list[float]]:
+    """Three uniform numbers at a time, drawn in blocks."""
+    for begin in range(0, count, 100_000):
+        yield from rng.random((min(100_000, count - begin), 3)).tolist()
 
 
 def _redraw(q: np.ndarray, left: np.ndarray, w: float) -> int:

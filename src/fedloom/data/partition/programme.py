@@ -67,7 +67,7 @@ class Programme:
         high[len(low) - T * U :] = np.inf  # a >= 0 comes last
         solver = _osqp()
         P, A = sparse.csc_matrix(P), sparse.csc_matrix(A)  # OSQP knows matrices, not arrays
-        solver.setup(P, q / scale, A, low / scale, high / scale, verbose=False, scaling=0, polishing=True,
+        solver.setup(P, q / scale, A, low / scale, high / scale, verbose=False, scaling=0, rho=1.0, polishing=True,
                      eps_abs=TOLERANCE, eps_rel=TOLERANCE, max_iter=ITERATIONS, adaptive_rho_interval=50)  # fmt: skip
         found = solver.solve(raise_error=False)
         a = np.nan_to_num(found.x[: T * U].reshape(T, U)) * scale

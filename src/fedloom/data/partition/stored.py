@@ -1,7 +1,5 @@
 """A partition in a file: index, offsets, names, remarks and the text, as plain NumPy arrays without pickles."""
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +7,11 @@ import numpy as np
 from fedloom.data.partition.base import Deal
 from fedloom.errors import DataError
 
-# what NumPy and zipfile raise on a file that is none of theirs
-DAMAGED = (
-    *(OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, RuntimeError, MemoryError),
-    *(zlib.error, zipfile.BadZipFile),
-)
-
 
 def save(path: Path, text: str, deal: Deal) -> None:
     arrays = {
-        "index": deal.index,
-        "offsets": deal.offsets,
+        "index": deal.index.astype(np.int64),
+        "offsets": deal.offsets.astype(np.int64),
         "text": np.array(text, dtype=np.str_),
         "remarks": np.array(deal.remarks, dtype=np.str_),
     }
@@ -42,7 +34,7 @@ def load(path: Path) -> tuple[str, Deal]:
         text, remarks = arrays["text"], arrays["remarks"]
         deal = Deal(arrays["index"], arrays["offsets"], arrays.get("names"), tuple(remarks.tolist()))
         wrong = _wrong(deal, text, remarks)
-    except DAMAGED as error:
+    except Exception as error:  # zipfile, zlib, tokenize and NumPy each have errors of their own for damage
         raise DataError(f"{path} is damaged or no partition saved by Fedloom") from error
     if wrong:
         raise DataError(f"{path} is damaged or no partition saved by Fedloom: {wrong}")
@@ -59,7 +51,7 @@ def _wrong(deal: Deal, text: np.ndarray, remarks: np.ndarray) -> str:
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(index) or np.any(np.diff(offsets) < 0):
         return "its offsets do not fit its samples"
     if np.any(index < 0) or len(np.unique(index)) < len(index):
-        return "it deals out a sample twice"
+        return "its samples are no distinct positions"
     if names is not None and (names.shape != (len(deal),) or names.dtype.kind != "U"):
         return "its names do not fit its clients"
     return ""
