@@ -97,6 +97,8 @@ def run(
         done = start_run(settings, folder, overwrite=overwrite, resume=resume, callbacks=[callback])
     last = done.history[-1]
     names = [name for name in (f"test_{settings.metric}", "test_loss") if last.get(name) is not None]
+    if "test_loss" not in last:  # there is no test set
+        names = [name for name in ("validation_loss", "train_loss") if last.get(name) is not None]
     shown = ", ".join(f"{name} {last[name]:.4f}" for name in names) or "diverged"
     out.print(f"{settings.method}: round {last['round']}, {shown}", soft_wrap=True, highlight=False)
     _write_page(folder, "run_page", done)
@@ -242,11 +244,18 @@ def evaluate(
 def _export(model: Any, example: Any, path: Path) -> None:
     import torch
 
+    from fedloom.models.recurrent import set_fused
+
     if path.suffix == ".safetensors":
         write_model(path, model)
     elif path.suffix == ".pt2":
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
+        set_fused(model, False)  # the fused kernel fixes the size of a batch
+        try:
+            batch = torch.export.Dim("batch")
+            program = torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
+        except Exception as error:  # a model may do what no program can hold
+            reason = " ".join(str(error).split())[:200]
+            raise RunError(f"this model can't be exported as a program, only as .safetensors: {reason}") from None
         try:
             torch.export.save(program, path)
         except (OSError, RuntimeError) as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.data.transforms import Preparation
 from fedloom.errors import ConfigError, ModelError, nearest
-from fedloom.federation import NO_TARGET, Holdout
+from fedloom.federation import Holdout, has_target
 from fedloom.space import Buffers
 from fedloom.task import Task
 
@@ -29,7 +29,7 @@ def predicted(outputs: Tensor) -> Tensor:
 def accuracy(guesses: Tensor, targets: Tensor) -> float:
     """Share of targets that are predicted."""
     guesses, targets = _where_told(guesses, targets)
-    return int((guesses == targets).sum()) / guesses.numel()
+    return int((guesses == targets).sum()) / len(targets) if len(targets) else float("nan")
 
 
 def f1(guesses: Tensor, targets: Tensor) -> float:
@@ -39,11 +39,13 @@ def f1(guesses: Tensor, targets: Tensor) -> float:
     for label, count in zip(*np.unique(truth, return_counts=True), strict=True):
         hits = np.sum((found == label) & (truth == label))
         total += count * 2 * hits / (count + np.sum(found == label))
-    return float(total / len(truth))
+    return float(total / len(truth)) if len(truth) else float("nan")
 
 
 def auc(outputs: Tensor, targets: Tensor) -> float:
     """Area under the ROC curve; over more than two classes the mean of one against the rest. nan if one is missing."""
+    if targets.numel() != len(targets):
+        raise ValueError("it needs one target per sample")
     scores, truth = outputs.double().cpu(), targets.reshape(len(targets)).cpu().numpy()
     if scores.dim() == 1 or scores.shape[1] == 1:
         return _binary_auc(scores.reshape(-1).numpy(), truth == 1)
@@ -66,7 +68,7 @@ def _binary_auc(scores: np.ndarray, positive: np.ndarray) -> float:
 
 def _where_told(guesses: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Guesses and targets as vectors, without the places of a sequence that have no target."""
-    told = (targets != NO_TARGET).flatten() if targets.dim() > 1 else slice(None)
+    told = has_target(targets).flatten() if targets.dim() > 1 else slice(None)
     return guesses.flatten()[told], targets.flatten()[told]
 
 
@@ -102,14 +104,14 @@ class Evaluator:
         clients = list(pairwise(offsets))
         found = {f"{prefix}_loss": float(np.mean([float(losses[a:b].mean()) for a, b in clients]))}
         if not holdout.y.is_floating_point() or self.score not in METRICS.values():
-            scores = [self._scored(outputs[a:b], holdout.y[a:b]) for a, b in clients]
-            found[f"{prefix}_{self.name}"] = _mean(scores)
+            broken = outputs < 0 if self.score in OF_LABELS else ~torch.isfinite(outputs)
+            if self.score in METRICS.values() and bool(broken.any()):
+                found[f"{prefix}_{self.name}"] = float("nan")  # a model that has diverged predicts nothing
+            else:
+                found[f"{prefix}_{self.name}"] = _mean([self._scored(outputs[a:b], holdout.y[a:b]) for a, b in clients])
         return found
 
     def _scored(self, outputs: Tensor, targets: Tensor) -> float:
-        broken = outputs < 0 if self.score in OF_LABELS else ~torch.isfinite(outputs)
-        if self.score in METRICS.values() and bool(broken.any()):
-            return float("nan")  # a model that has diverged predicts nothing
         try:
             return float(self.score(outputs, targets))
         except Exception as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.partition.report import PartitionReport
-from fedloom.data.transforms import Draws, Preparation
+from fedloom.data.transforms import Draws, Preparation, augmentations
 from fedloom.errors import DataError
 
 if TYPE_CHECKING:
@@ -180,10 +180,25 @@ class Federation:
         held = {"test": test, "validation": validation}
         for what, part in held.items():
             if part is not None:
+                _tensor(part.x, f"{what} samples")
+                _tensor(part.y, f"{what} targets")
                 _check_alike(part.x, x, f"{what} samples")
                 _check_alike(part.y, y, f"{what} targets")
         sets = {"training": y, **{what: part.y for what, part in held.items() if part is not None}}
         return cls(x, y, index, offsets, _count_classes(sets, classes), test, validation, name)
+
+    def images(self, mean: Sequence[float] = (), std: Sequence[float] = (), augment: str | None = None) -> "Federation":
+        """The same samples, bytes [n, channels, height, width], read as images: scaled to [0, 1], normalised by the
+        channels' mean and std, and augmented in training.
+
+        >>> pictures = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+        >>> federation = Federation.from_tensor(pictures, [0, 1, 0, 1], offsets=[0, 2, 4]).images(augment="flip")
+        """
+        if self.x.dtype != torch.uint8 or self.x.dim() != 4:
+            raise DataError(f"images are bytes [n, channels, height, width], not {self.x.dtype} {list(self.x.shape)}")
+        if len(mean) != len(std) or len(mean) not in (0, self.x.shape[1]) or any(s <= 0 for s in std):
+            raise DataError(f"mean and std must have {self.x.shape[1]} numbers each, those of std above 0")
+        return replace(self, preparation=Preparation(True, tuple(mean), tuple(std), augmentations(augment)))
 
     @property
     def tokens(self) -> int | None:
@@ -242,6 +257,11 @@ class Federation:
         )
 
 
+def has_target(y: Tensor) -> Tensor:
+    """Where a sequence of targets says something."""
+    return y.long() != NO_TARGET
+
+
 def _offsets(sizes: Iterable[int]) -> Tensor:
     return torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int64)
 
@@ -251,6 +271,8 @@ def _tensor(values: Any, what: str) -> Tensor:
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"the {what} can't be read as one array of numbers: {error}") from None
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # PyTorch computes with none of them
+        tensor = tensor.to(torch.int64)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         row = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()[0]) if tensor.dim() else 0
         raise DataError(f"the {what} hold a NaN or an infinity, first in sample {row}")
@@ -306,7 +328,7 @@ def _count_classes(targets: dict[str, Tensor], classes: int | None) -> int | Non
         if classes is not None:
             raise DataError(f"classes={classes} was given, but the targets are floating-point numbers")
         return None
-    targets = {what: y[y != NO_TARGET] if y.dim() > 1 else y for what, y in targets.items()}
+    targets = {what: y[has_target(y)] if y.dim() > 1 else y for what, y in targets.items()}
     if not all(y.numel() for y in targets.values()):
         raise DataError("a set holds no target at all")
     found = 1 + max(int(y.max()) for y in targets.values())

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedloom.errors import ConfigError, ModelError, nearest
-from fedloom.federation import NO_TARGET, Federation
+from fedloom.federation import NO_TARGET, Federation, has_target
 from fedloom.local import Local
 from fedloom.space import Buffers, Space, buffers_of
 
@@ -25,7 +25,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     losses = F.cross_entropy(outputs, targets.long(), reduction="none", ignore_index=NO_TARGET)
     if losses.dim() == 1:
         return losses
-    counted = (targets != NO_TARGET).flatten(1).sum(1).clamp(min=1)
+    counted = has_target(targets).flatten(1).sum(1).clamp(min=1)
     return losses.flatten(1).sum(1) / counted
 
 
@@ -126,7 +126,7 @@ def _devices(device: torch.device) -> list[torch.device]:
 
 def _check_labels(federation: Federation, outputs: Tensor, loss: str) -> None:
     if federation.classes is None:
-        raise ModelError(f"{loss} needs class labels, whole numbers from 0; pass loss= for other targets")
+        raise ModelError(f"{loss} needs class labels, whole numbers from 0 (of an integer type); pass loss= for others")
     columns = outputs.shape[1] if outputs.dim() > 1 else 1
     if federation.classes > columns:
         raise ModelError(f"the data have {federation.classes} classes, but the model has {columns} outputs")

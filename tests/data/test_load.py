@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import fedloom as fl
+from fedloom.data.catalogue import read_corpus
+from fedloom.data.files import Files
 from fedloom.data.load import load
 
 
@@ -89,8 +91,15 @@ def test_a_saved_partition_is_dealt_out_again(folder: Path, tmp_path: Path) -> N
     again = load("mnist", tmp_path / "partition.npz", 10, seed=5, validation=2, data_dir=folder)
     assert torch.equal(first.index, again.index)
     assert torch.equal(first.offsets, again.offsets)
-    with pytest.raises(fl.DataError, match="made for other data"):
-        load("mnist", tmp_path / "partition.npz", pooled=False, data_dir=_smaller(folder, tmp_path))
+    for other in (
+        {"data_dir": _smaller(folder, tmp_path)},
+        {"data_dir": folder, "pooled": True},
+        {"name": "digits"},
+    ):
+        with pytest.raises(fl.DataError, match="deals out other data"):
+            load(**{"name": "mnist", "partition": tmp_path / "partition.npz", **other})  # type: ignore[arg-type]
+    with pytest.raises(fl.DataError, match="deals out to 12 clients, not to 20"):
+        load("mnist", tmp_path / "partition.npz", 20, data_dir=folder)
 
 
 def _smaller(folder: Path, tmp_path: Path) -> Path:
@@ -109,7 +118,10 @@ def _smaller(folder: Path, tmp_path: Path) -> Path:
         ({"clients": 0}, "at least 1"),
         ({"clients": "ten"}, "clients must be a whole number"),
         ({"clients": 301}, "301 clients can't share 300 samples"),
-        ({"validation": -1}, "validation must be a whole number"),
+        ({"validation": -1}, "validation must be a number of clients"),
+        ({"validation": None}, "validation must be a whole number"),
+        ({"fold": "0"}, "fold must be a whole number"),
+        ({"fold": True}, "fold must be a whole number"),
         ({"partition": "natural"}, "no clients of its own"),
         ({"partition": "dirichlet(alpha=-1)"}, "alpha"),
         ({"partition": "nowhere.npz"}, "nowhere.npz"),
@@ -131,3 +143,24 @@ def test_synthetic_brings_as_many_clients_as_asked_for() -> None:
     assert len(federation.validation.offsets) == 4
     result = fl.fit(fl.model("logistic", federation), federation, rounds=10, local=fl.Local(lr=0.05))
     assert result.history[-1]["test_accuracy"] > 0.4  # of ten classes
+
+
+def test_validation_clients_come_on_top_of_the_default_too(folder: Path) -> None:
+    assert len(load("mnist", "iid", validation=10, data_dir=folder)) == 100
+
+
+def test_numpy_numbers_are_numbers(folder: Path) -> None:
+    federation = load("mnist", "iid", np.int64(7), np.int64(1), fold=np.int64(0), data_dir=folder)  # type: ignore[arg-type]
+    assert len(federation) == 7 - 2 * 2
+
+
+def test_the_test_set_is_that_of_the_chosen_clients() -> None:
+    corpus = read_corpus("synthetic", Files.of())
+    assert corpus.owner is not None
+    assert corpus.test_owner is not None
+    sizes, tests = np.bincount(corpus.owner), np.bincount(corpus.test_owner)
+    assert 0 < (sizes >= 200).sum() < len(sizes)
+    chosen = load("synthetic", "natural(min_samples=200)")
+    assert len(chosen) == (sizes >= 200).sum()
+    assert chosen.test is not None
+    assert len(chosen.test.x) == tests[sizes >= 200].sum()

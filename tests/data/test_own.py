@@ -184,7 +184,13 @@ def test_bad_folders(tmp_path: Path) -> None:
         ({"x": np.zeros((2, 2)), "y": [0, 1], "offsets": [0, 3]}, "offsets must rise"),
         ({"x": np.zeros((2, 2)), "y": [0, 1], "offsets": [0, 1, 1, 2]}, "offsets must rise"),
         ({"x": np.zeros((2, 2)), "y": [0, 1], "offsets": [0, 1, 2], "names": ["a"]}, "2 clients have 1 names"),
-        ({"x": np.zeros((2, 3)), "y": [0, 1]}, "clients 'a' and 'b' disagree about their samples"),
+        ({"x": np.zeros((2, 3)), "y": [0, 1]}, "clients 'a' and 'b' disagree about the shape of a sample"),
+        ({"x": np.zeros((2, 2), np.uint8), "y": [0, 1]}, "disagree about the type of samples: float64 and uint8"),
+        ({"x": np.zeros((2, 2)), "y": ["a", "b"]}, "disagree about targets: whole numbers and texts"),
+        ({"x": np.zeros((2, 2)), "y": [[0], [1]]}, "disagree about the shape of a target"),
+        ({"x": np.array([["a"], ["b"]]), "y": [0, 1]}, "x holds <U1, but numbers were expected"),
+        ({"x": np.array(["2020", "2021"], "M8[Y]"), "y": [0, 1]}, "x holds datetime64"),
+        ({"x": np.zeros((2, 2), np.longdouble), "y": [0, 1]}, "x holds .*float"),
     ):
         np.savez(tmp_path / "b.npz", **arrays)
         with pytest.raises(fl.DataError, match=message):
@@ -215,3 +221,74 @@ def test_bad_offsets() -> None:
             fl.Federation.from_tensor(torch.zeros(4, 1), [0, 1, 0, 1], offsets)
     with pytest.raises(fl.DataError, match="client 1 has no samples"):
         fl.Federation.from_tensor(torch.zeros(4, 1), [0, 1, 0, 1], [0, 2, 2, 4])
+
+
+def table(text: str, tmp_path: Path) -> Path:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    return path
+
+
+def test_a_csv_with_too_many_values_is_refused(tmp_path: Path) -> None:
+    path = table("hospital,age,died\nnorth,50,0,3\nsouth,60,1,4\n", tmp_path)
+    with pytest.raises(fl.DataError, match="more values than the header"):
+        fl.Federation.from_table(path, client="hospital", label="died")
+
+
+def test_names_of_clients_stay_as_they_are_written(tmp_path: Path) -> None:
+    path = table("hospital,age,died\n007,50,0\n7,60,1\n07,70,1\n", tmp_path)
+    federation = fl.Federation.from_table(path, client="hospital", label="died")
+    assert federation.names is not None
+    assert sorted(federation.names.tolist()) == ["007", "07", "7"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hospital,age,age,died\na,1,2,0\n", "two columns called 'age'"),
+        ("hospital;age;died\na;1;0\n", "separated by semicolons"),
+        ("hospital,age,died\na,1,0\nb,2,1000000\n", "only 2 occur; number them from 0"),
+    ],
+)
+def test_csv_files_that_are_no_tables(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(fl.DataError, match=message):
+        fl.Federation.from_table(table(text, tmp_path), client="hospital", label="died")
+
+
+def test_columns_that_are_numbers_and_a_text_as_features() -> None:
+    plain = pd.DataFrame({0: ["a", "b"], 1: [1.0, 2.0], 2: [0, 1]})
+    federation = fl.Federation.from_table(plain, client=0, label=2)  # type: ignore[arg-type]
+    assert len(federation) == 2
+    with pytest.raises(fl.DataError, match="features must be a list"):
+        fl.Federation.from_table(ROWS, client="hospital", label="died", features="age")
+
+
+def test_yes_and_no_as_floats_are_labels() -> None:
+    federation = fl.Federation.from_table(ROWS.assign(died=ROWS.died.astype(float)), client="hospital", label="died")
+    assert federation.classes == 2
+
+
+def test_test_data_are_checked_too(tmp_path: Path) -> None:
+    held = ROWS.assign(pulse=[1, 2, 3, np.inf, 5, 6])
+    with pytest.raises(fl.DataError, match="test samples hold a NaN or an infinity, first in sample 3"):
+        fl.Federation.from_table(ROWS, client="hospital", label="died", test=held)
+
+
+def test_a_folder_of_pictures_is_read_as_pictures(tmp_path: Path) -> None:
+    for name in "ab":
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((3, 1, 4, 4), np.uint8), y=[0, 1, 0])
+    federation = fl.Federation.from_folder(tmp_path)
+    assert federation.preparation.pixels
+    changed = federation.images(mean=[0.5], std=[0.25], augment="flip")
+    assert fl.fit(fl.model("mlp", changed), changed, rounds=1).history
+    with pytest.raises(fl.DataError, match="1 numbers each"):
+        federation.images(mean=[0.5, 0.5], std=[1, 1])
+    with pytest.raises(fl.DataError, match="images are bytes"):
+        fl.Federation.from_table(ROWS, client="hospital", label="died").images()
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64, np.int8, np.int32, bool])
+def test_labels_of_every_type(kind: type) -> None:
+    federation = fl.Federation.from_arrays([(np.zeros((2, 3), np.float32), np.array([0, 1], kind))])
+    assert federation.classes == 2
+    assert fl.fit(torch.nn.Linear(3, 2), federation, rounds=1).history

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -313,3 +314,48 @@ def test_data_is_dealt_out_and_drawn(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "C-score" in done.stdout
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_changed_data_are_noticed(tmp_path: Path) -> None:
+    """Old positions would hand rows to the wrong clients."""
+    rows = [f"{'abcde'[i % 5]},{i},{i % 2}" for i in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["who,age,died", *rows]))
+    data = ["--data", "table(path='t.csv', client=who, label=died)", "--fold", "0", "--model", "logistic"]
+    done = fedloom("run", *data, "--per-round", "2", "--rounds", "1", "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "elsewhere").mkdir()
+    assert fedloom("evaluate", "../r", cwd=tmp_path / "elsewhere").returncode == 0  # paths hold from everywhere
+    (tmp_path / "t.csv").write_text("\n".join(["who,age,died", *reversed(rows)]))
+    again = fedloom("evaluate", "r", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "deals out other data" in again.stderr
+
+
+def test_without_a_test_set(tmp_path: Path) -> None:
+    done = fedloom("run", *SMALL, "--pooled", "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "train_loss" in done.stdout
+    assert "diverged" not in done.stdout
+    refused = fedloom("compare", "fedavg", *SMALL, "--pooled", "--out", "c", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "there is no test set to compare on" in refused.stderr
+
+
+def test_a_recurrent_model_is_exported(tmp_path: Path) -> None:
+    """As a program that reads a batch of any size."""
+    tokens = np.random.default_rng(0).integers(0, 9, (50, 6))
+    for part, clients in (("train", 4), ("test", 1)):
+        (tmp_path / "clients" / part).mkdir(parents=True)
+        for k in range(clients):
+            mine = tokens[10 * k : 10 * k + 10]
+            np.savez(tmp_path / "clients" / part / f"{k}.npz", x=mine, y=mine[:, 0] % 2)
+    data = ["--data", "folder(path=clients)", "--model", "lstm(hidden=4, embedding=3)", "--per-round", "2"]
+    done = fedloom("run", *data, "--rounds", "1", "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = fedloom("evaluate", "r", "--export", "m.pt2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    model = fl.load_run(tmp_path / "r").model().eval()
+    for size in (2, 7):
+        batch = torch.from_numpy(tokens[:size])
+        assert torch.allclose(program(batch), model(batch), atol=1e-6)

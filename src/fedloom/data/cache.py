@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ from fedloom.data.corpus import Corpus
 
 VERSION = 1  # of what the parsers make of a file; raise it when one of them changes
 FACTS = "facts.json"
+ABANDONED = 86_400.0  # seconds after which half an entry is nobody's
 
 
 def cached(folder: Path, call: str, sources: Sequence[Path], parse: Callable[[], Corpus]) -> Corpus:
@@ -54,7 +55,11 @@ def _read(entry: Path) -> Corpus | None:
 def _write(entry: Path, corpus: Corpus) -> None:
     """Beside, then renamed: a reader never sees half an entry."""
     entry.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name}-"))
+    for left in entry.parent.glob(".*-part"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > ABANDONED:
+            shutil.rmtree(left, ignore_errors=True)
+    beside = entry.with_name(f".{entry.name}-{os.getpid()}-{time.monotonic_ns()}-part")
+    beside.mkdir()
     try:
         arrays = corpus.arrays()
         for name, array in arrays.items():

@@ -162,10 +162,10 @@ def _listed(path: Path) -> str:
     sums = path.parent / SUMS
     if not sums.is_file():
         return ""
-    for line in sums.read_text().splitlines():
+    for line in sums.read_text(errors="replace").splitlines():
         digest, _, name = line.partition(" ")
-        if name.lstrip(" *") == path.name:
-            return f"sha256:{digest}"
+        if name.lstrip(" *").removeprefix("./") == path.name:
+            return f"sha256:{digest.lower()}"
     return ""
 
 

@@ -230,6 +230,9 @@ def csv_texts(path: Path, classes: int) -> tuple[Texts, Texts]:
         (table["text"][part].tolist(), checked_labels(path, "label", labels[part.to_numpy()], classes))
         for part in parts
     )
+    for split, (texts, _) in zip(SPLITS, (train, test), strict=True):
+        if not texts:
+            raise DataError(f"{path} has no row of the split {split}")
     return train, test
 
 

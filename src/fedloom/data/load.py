@@ -18,6 +18,7 @@ from fedloom.data.transforms import Preparation, augmentations
 from fedloom.data.vocabulary import fit_vocabulary
 from fedloom.errors import DataError
 from fedloom.federation import Federation, Holdout
+from fedloom.local import plain
 from fedloom.spec import parse_one
 
 CLIENTS = 100
@@ -51,14 +52,17 @@ def load(
     (20, 10)
     """
     call = find_dataset(name)
-    for what, count in (("clients", clients), ("validation", validation)):
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+    clients, validation, fold, seed = plain(clients), plain(validation), plain(fold), plain(seed)
+    for what, count in (("clients", clients), ("validation", validation), ("fold", fold)):
+        if (count is None and what == "validation") or not isinstance(count, int | None) or isinstance(count, bool):
             raise DataError(f"{what} must be a whole number, not {count!r}")
+    if validation < 0:
+        raise DataError(f"validation must be a number of clients, not {validation}")
     asked = clients if not clients else clients + validation
     corpus = read_corpus(name, Files.of(data_dir), asked, seed)
     if pooled:
         corpus = corpus.pooled()
-    report = _dealt(corpus, str(call), partition, asked, seed)
+    report = _dealt(corpus, str(call), partition, asked, validation, seed)
     federation = _assembled(corpus, call.name, report, dropped_test=fold is not None)
     federation = split_clients(federation, validation=validation, fold=fold, seed=seed)
     if corpus.words is not None:
@@ -71,37 +75,46 @@ def load(
         )
     if standardise is not None:
         federation = standardised(federation, standardise, corpus.numeric or None)
+    return replace(federation, preparation=_preparation(corpus, augment))
+
+
+def _preparation(corpus: Corpus, augment: str | None) -> Preparation:
     pixels = corpus.train_x.dtype == np.uint8 and corpus.train_x.ndim == 4
-    preparation = Preparation(pixels, corpus.mean, corpus.std, augmentations(augment))
-    return replace(federation, preparation=preparation)
+    return Preparation(pixels, corpus.mean, corpus.std, augmentations(augment))
 
 
 def own_federation(corpus: Corpus, name: str) -> Federation:
     """A user's own data, one client for each owner."""
-    return _assembled(corpus, name, _dealt(corpus, name, "natural", None, 0), dropped_test=False)
+    federation = _assembled(corpus, name, _dealt(corpus, name, "natural", None, 0, 0), dropped_test=False)
+    return replace(federation, preparation=_preparation(corpus, None))
 
 
-def _dealt(corpus: Corpus, name: str, partition: str | Path | None, clients: int | None, seed: int) -> PartitionReport:
+def _dealt(
+    corpus: Corpus, name: str, partition: str | Path | None, clients: int | None, validation: int, seed: int
+) -> PartitionReport:
     if partition is None:
         partition = "iid" if corpus.owner is None else "natural"
     labels = corpus.train_y if corpus.train_y.ndim == 1 and corpus.train_y.dtype.kind in "iu" else None
     if isinstance(partition, Path) or str(partition).endswith(".npz"):
         saved = PartitionReport.load(Path(partition))
-        if len(saved.deal.index) and int(saved.deal.index.max()) >= len(corpus.train_y):
-            raise DataError(f"{partition} was made for other data: {name} has only {len(corpus.train_y)} samples")
+        if saved.data != corpus.digest:
+            raise DataError(f"{partition} deals out other data than {name} as it is now (other files, or --pooled)")
+        if clients is not None and clients != len(saved.deal):
+            raise DataError(f"{partition} deals out to {len(saved.deal)} clients, not to {clients}")
         return replace(saved, labels=labels, class_names=corpus.class_names)
     way = parse_one(partition).name
     if labels is None and way not in ("iid", "natural"):
         raise DataError(f"partition {partition}: the targets of {name} are no class labels; use natural or iid")
     if clients is None and way != "natural":
-        clients = CLIENTS
+        clients = CLIENTS + validation
     pool = Pool(
         np.zeros(len(corpus.train_y), dtype=np.int64) if labels is None else labels,
         corpus.owner,
         corpus.owners,
         _categories(corpus) if way == "quadratic" else None,
     )
-    return PartitionReport(partition, deal_out(partition, pool, clients, seed), labels, corpus.class_names)
+    deal = deal_out(partition, pool, clients, seed)
+    return PartitionReport(partition, deal, labels, corpus.class_names, corpus.digest)
 
 
 def _categories(corpus: Corpus) -> np.ndarray | None:
@@ -111,12 +124,22 @@ def _categories(corpus: Corpus) -> np.ndarray | None:
     return corpus.train_x[:, corpus.numeric :].astype(np.int16)
 
 
+def _test_set(corpus: Corpus, deal: Deal) -> Holdout | None:
+    """The publisher's test set; where it has clients of its own too, that of the clients who were chosen."""
+    if corpus.test_x is None or corpus.test_y is None:
+        return None
+    x, y = corpus.test_x, corpus.test_y
+    if deal.names is not None and corpus.test_owner is not None and corpus.owners is not None:
+        chosen = np.isin(corpus.owners, deal.names)[corpus.test_owner]
+        if not chosen.all():
+            x, y = x[chosen], y[chosen]
+    return Holdout(torch.from_numpy(x), torch.from_numpy(y)) if len(y) else None
+
+
 def _assembled(corpus: Corpus, name: str, report: PartitionReport, dropped_test: bool) -> Federation:
     """A federation over a data set's arrays, by the positions that each client owns."""
     deal: Deal = report.deal
-    test = None
-    if corpus.test_x is not None and corpus.test_y is not None and not dropped_test:
-        test = Holdout(torch.from_numpy(corpus.test_x), torch.from_numpy(corpus.test_y))
+    test = None if dropped_test else _test_set(corpus, deal)
     classes = len(corpus.words) if corpus.predicts_tokens and corpus.words is not None else corpus.classes
     federation = Federation.build(
         torch.from_numpy(corpus.train_x),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 TABLES = (".csv", ".csv.gz", ".parquet")
 KINDS = (".npz", *TABLES)
+SPARSE = 1000  # labels that are so much larger than their number are something else
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,11 @@ def table_corpus(
     test: "pd.DataFrame | str | Path | None" = None,
 ) -> Corpus:
     """A table as a corpus with one natural client for each value of its column `client`."""
-    train = _piece(*_frame(table), label, client, features)
-    held = None if test is None else _piece(*_frame(test), label, None, train.columns)
+    client, label = str(client), str(label)
+    if isinstance(features, str):
+        raise DataError(f"features must be a list of columns, such as [{features!r}]")
+    train = _piece(*_frame(table, client), label, client, features)
+    held = None if test is None else _piece(*_frame(test, None), label, None, train.columns)
     return _corpus([train], None if held is None else [held])
 
 
@@ -81,7 +85,7 @@ def _pieces(folder: Path, label: str, client: str | None) -> list[_Piece]:
         if _kind(path) == ".npz":
             pieces.append(_arrays(path, name))
         else:
-            piece = _piece(*_frame(path), label, client, None)
+            piece = _piece(*_frame(path, client), label, client, None)
             pieces.append(piece if client else _Piece(piece.x, piece.y, piece.owner, [name], piece.columns))
     return pieces
 
@@ -98,6 +102,10 @@ def _arrays(path: Path, name: str) -> _Piece:
         x, y = archive["x"], archive["y"]
         offsets = archive["offsets"] if "offsets" in archive.files else None
         names = [str(n) for n in archive["names"]] if "names" in archive.files else None
+    for kind, values in (("x", x), ("y", y)):
+        known = values.dtype.kind in ("biuf" if kind == "x" else "biufU")
+        if not known or (values.dtype.kind == "f" and values.dtype.itemsize > 8):
+            raise DataError(f"{path}: {kind} holds {values.dtype}, but numbers were expected")
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or not len(x):
         raise DataError(f"{path}: x and y must have one entry per sample, but their shapes are {x.shape} and {y.shape}")
     if offsets is None:
@@ -113,12 +121,12 @@ def _arrays(path: Path, name: str) -> _Piece:
     return _Piece(x, y, np.repeat(np.arange(len(names)), np.diff(offsets)), names)
 
 
-def _frame(table: "pd.DataFrame | str | Path") -> tuple["pd.DataFrame", str]:
-    """A data frame, and what to call it."""
+def _frame(table: "pd.DataFrame | str | Path", client: str | None) -> tuple["pd.DataFrame", str]:
+    """A data frame whose columns have texts as names, and what to call it."""
     import pandas as pd
 
     if isinstance(table, pd.DataFrame):
-        return table, "the table"
+        return table.set_axis([str(column) for column in table.columns], axis=1), "the table"
     path = Path(table)
     if not path.is_file():
         raise DataError(f"{path} is no file")
@@ -126,9 +134,28 @@ def _frame(table: "pd.DataFrame | str | Path") -> tuple["pd.DataFrame", str]:
         raise DataError(f"{path}: a table's name ends in {', '.join(TABLES)}")
     try:
         with reading(path):
-            return (pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)), str(path)
+            if path.suffix == ".parquet":
+                frame = pd.read_parquet(path)
+                return frame.set_axis([str(column) for column in frame.columns], axis=1), str(path)
+            return _csv(path, client), str(path)
     except ImportError:
         raise DataError(f"{path}: reading parquet needs pyarrow; install fedloom[parquet]") from None
+
+
+def _csv(path: Path, client: str | None) -> "pd.DataFrame":
+    """Comma-separated values under a header; names of clients stay as they are written (007 is not 7)."""
+    import pandas as pd
+
+    header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0].tolist()
+    twice = next((column for column in header if header.count(column) > 1), None)
+    if twice is not None:  # pandas would rename the second
+        raise DataError(f"{path} has two columns called {twice!r}")
+    if len(header) == 1 and ";" in header[0]:
+        raise DataError(f"{path} is separated by semicolons; commas were expected")
+    frame = pd.read_csv(path, dtype={client: str} if client else None)
+    if not isinstance(frame.index, pd.RangeIndex):  # pandas takes what is too much for the names of rows
+        raise DataError(f"{path} has rows with more values than the header has columns")
+    return frame
 
 
 def _piece(frame: "pd.DataFrame", name: str, label: str, client: str | None, features: Sequence[str] | None) -> _Piece:
@@ -169,9 +196,7 @@ def _numbers(series: "pd.Series[Any]", column: str, name: str) -> np.ndarray:
 
 def _corpus(train: Sequence[_Piece], test: Sequence[_Piece] | None) -> Corpus:
     for piece in (*train, *(test or ())):
-        if piece.columns != train[0].columns or piece.x.shape[1:] != train[0].x.shape[1:]:
-            had = f"{list(train[0].columns) or train[0].x.shape[1:]} and {list(piece.columns) or piece.x.shape[1:]}"
-            raise DataError(f"clients {train[0].names[0]!r} and {piece.names[0]!r} disagree about their samples: {had}")
+        _check_alike(train[0], piece)
     targets = [piece.y for piece in (*train, *(test or ()))]
     y, class_names = _targets(targets)
     first = np.cumsum([0, *(len(piece.names) for piece in train)])
@@ -191,12 +216,31 @@ def _corpus(train: Sequence[_Piece], test: Sequence[_Piece] | None) -> Corpus:
     )
 
 
+def _check_alike(first: _Piece, other: _Piece) -> None:
+    """Two clients whose data can't stand in one array are told apart here, before NumPy makes them alike."""
+    sorts = {"f": "numbers", "i": "whole numbers", "u": "whole numbers"}
+    for what, mine, theirs in (
+        ("columns", list(first.columns), list(other.columns)),
+        ("the shape of a sample", first.x.shape[1:], other.x.shape[1:]),
+        ("the type of samples", first.x.dtype, other.x.dtype),
+        ("the shape of a target", first.y.shape[1:], other.y.shape[1:]),
+        ("targets", sorts.get(first.y.dtype.kind, "texts"), sorts.get(other.y.dtype.kind, "texts")),
+    ):
+        if mine != theirs:
+            who = f"clients {first.names[0]!r} and {other.names[0]!r}"
+            raise DataError(f"{who} disagree about {what}: {mine} and {theirs}")
+
+
 def _targets(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Numbers stay as they are; texts and truth values become class labels in sorted order."""
     y = np.concatenate(parts)
-    if y.dtype.kind in "f":
+    if y.dtype.kind == "f" and np.isin(y, (0.0, 1.0)).all():
+        return y.astype(np.int64), ()  # what a merge of tables makes of yes and no
+    if y.dtype.kind == "f":
         return y.astype(np.float32), ()
     if y.dtype.kind in "iu":
+        if y.size and y.max() > SPARSE * len(found := np.unique(y)):
+            raise DataError(f"the labels go up to {y.max()}, but only {len(found)} occur; number them from 0")
         return y.astype(np.int64), ()
     names, labels = np.unique(y.astype(str), return_inverse=True)
     return labels.astype(np.int64), tuple(names.tolist())

@@ -8,6 +8,7 @@ import torch
 from fedloom.errors import DataError
 from fedloom.federation import Federation
 from fedloom.keys import split_rng
+from fedloom.local import plain
 
 FOLDS = 5
 
@@ -33,7 +34,11 @@ def split_clients(
     >>> len(split), len(split.validation.offsets) - 1, len(split.test.offsets) - 1
     (6, 2, 2)
     """
-    order = split_rng(seed).permutation(len(federation))
+    validation, fold, inner, folds = plain(validation), plain(fold), plain(inner), plain(folds)
+    for what, number in (("validation", validation), ("fold", fold), ("inner", inner), ("folds", folds)):
+        if (number is None and what != "fold") or not isinstance(number, int | None) or isinstance(number, bool):
+            raise DataError(f"{what} must be a whole number, not {number!r}")
+    order = split_rng(plain(seed)).permutation(len(federation))
     if fold is None:
         if inner:
             raise DataError("inner belongs to a split into folds: say which fold")
@@ -62,8 +67,8 @@ def split_clients(
 
 
 def _by_count(federation: Federation, order: np.ndarray, validation: int) -> Federation:
-    if not isinstance(validation, int) or isinstance(validation, bool) or validation < 0:
-        raise DataError(f"validation must be a number of clients, not {validation!r}")
+    if validation < 0:
+        raise DataError(f"validation must be a number of clients, not {validation}")
     if validation >= len(federation):
         raise DataError(f"{validation} of {len(federation)} clients can't be held out: nobody would train")
     if not validation:

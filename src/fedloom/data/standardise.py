@@ -53,11 +53,12 @@ def _held_out(part: Holdout, width: int, what: str) -> Holdout:
 def _by_client(x: Tensor, index: Tensor, offsets: Tensor, width: int) -> Tensor:
     clients = len(offsets) - 1
     owner = torch.repeat_interleave(torch.arange(clients), offsets[1:] - offsets[:-1])
-    chosen = x[index, :width]
-    mean, std = _moments(chosen, owner, clients)
-    values = x[:, :width].double()  # samples that nobody owns stay as they are
-    values[index] = (chosen.double() - mean[owner]) / std[owner]
-    return _changed(x, width, values)
+    done = x.clone()  # samples that nobody owns stay as they are
+    for column in range(width):  # one at a time: a million clients' numbers as float64 would fill the memory
+        chosen = x[index, column].double()[:, None]
+        mean, std = _moments(chosen, owner, clients)
+        done[index, column] = ((chosen - mean[owner]) / std[owner])[:, 0].to(x.dtype)
+    return done
 
 
 def _moments(x: Tensor, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:

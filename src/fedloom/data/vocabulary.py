@@ -62,12 +62,11 @@ def _chunks(values: Tensor, index: Tensor) -> Iterator[np.ndarray]:
 
 
 def _renumber(ids: Tensor, table: Tensor) -> Tensor:
-    """In the smallest type that holds the new ids; targets that are none stay so."""
-    top = int(table.max())
-    kind = torch.uint8 if top < 256 and ids.dtype == torch.uint8 else torch.int32
-    if ids.dtype == torch.int64:
-        kind = torch.int64
-    new = torch.empty(ids.shape, dtype=kind)
+    """Bytes stay bytes where the new ids allow; targets that are none stay so."""
+    if ids.dtype == torch.uint8 and int(table.max()) < 256:
+        swap = table.to(torch.uint8).numpy().tobytes().ljust(256, b"\0")
+        return torch.frombuffer(bytearray(ids.numpy().tobytes().translate(swap)), dtype=torch.uint8).reshape(ids.shape)
+    new = torch.empty(ids.shape, dtype=torch.int64 if ids.dtype == torch.int64 else torch.int32)
     for done, part in zip(torch.split(new, ROWS), torch.split(ids, ROWS), strict=True):
         places = part.long()
         done.copy_(torch.where(places == NO_TARGET, places, table[places.clamp(min=0)]))

@@ -98,7 +98,10 @@ def compare(
         twice = next(text for text in texts if texts.count(text) > 1)
         raise ConfigError(f"{twice} stands in the comparison twice")
     config = config.settled()
-    clients = len(load_data(**config.dealing))
+    federation = load_data(**config.dealing)
+    if federation.test is None:
+        raise ConfigError("there is no test set to compare on; hold clients out with --fold 0, or leave out --pooled")
+    clients = len(federation)
     plans = [replace(config, method=text, rounds=rounds_for(Method(text), config, clients)) for text in texts]
     if (folder / CONFIG).is_file():
         raise RunError(f"{folder} holds a run; choose another --out")

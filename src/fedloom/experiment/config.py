@@ -67,12 +67,15 @@ class RunConfig:
         return {"name": self.data, **{name: getattr(self, name) for name in names}}
 
     def settled(self) -> "RunConfig":
-        """With the choices made that depend on the data set."""
-        natural = FACTS[find_dataset(self.data).name].natural
+        """With the choices made that depend on the data set, and paths that hold from everywhere."""
+        call = find_dataset(self.data)
+        paths = {name: str(Path(call.named[name]).resolve()) for name in ("path", "test") if call.named.get(name)}
+        data = str(replace(call, named={**call.named, **paths})) if paths else self.data
+        natural = FACTS[call.name].natural
         partition = self.partition or ("natural" if natural else "classes(per_client=2)")
         everyone = partition.endswith(".npz") or parse_one(partition).name == "natural"
         clients = 20 if self.clients is None and not everyone else self.clients
-        return replace(self, partition=partition, clients=clients)
+        return replace(self, data=data, partition=partition, clients=clients)
 
     @property
     def setting(self) -> str:

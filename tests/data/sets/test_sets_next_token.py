@@ -189,8 +189,15 @@ def test_no_training_sentence_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["shakespeare", "stackoverflow"])
 @pytest.mark.parametrize("share", [0.5, 0.95])
 def test_truncated_lines(name: str, share: float, tmp_path: Path) -> None:
-    rows = [{"play": "P", "role": "R", "text": "a b" * 50, "user": "u", "split": "train", "sentences": ["a"]}] * 50
+    one = {"play": "P", "text": "a b" * 50, "user": "u", "split": "train", "sentences": ["a"]}
+    rows = [{**one, "role": f"R{i}"} for i in range(50)]
     path = cut_off(json_lines(tmp_path / f"{name}.jsonl.gz", rows), share)
     with pytest.raises(DataError, match="damaged or of another format") as caught:
         read(name, path)
     assert str(path) in str(caught.value)
+
+
+def test_two_lines_for_one_role(tmp_path: Path) -> None:
+    rows = [{"play": "P", "role": "R", "text": "a b" * 50}] * 2
+    with pytest.raises(DataError, match="two lines for 'P: R'"):
+        read("shakespeare", json_lines(tmp_path / "shakespeare.jsonl.gz", rows))

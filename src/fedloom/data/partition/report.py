@@ -35,6 +35,7 @@ class PartitionReport:
     deal: Deal
     labels: np.ndarray | None = None  # [n] whole numbers from 0; None where the targets are no class labels
     class_names: tuple[str, ...] = ()
+    data: str = ""  # a digest of the samples that were dealt out
 
     @property
     def sizes(self) -> np.ndarray:
@@ -124,9 +125,10 @@ class PartitionReport:
 
     def save(self, path: str | Path) -> None:
         """Write who owns which sample (not the labels) to a file such as partition.npz."""
-        stored.save(Path(path), self.text, self.deal)
+        stored.save(Path(path), self.text, self.deal, self.data)
 
     @classmethod
     def load(cls, path: str | Path) -> "PartitionReport":
         """A saved partition, as yet without labels."""
-        return cls(*stored.load(Path(path)))
+        text, deal, data = stored.load(Path(path))
+        return cls(text, deal, data=data)

@@ -8,11 +8,12 @@ from fedloom.data.partition.base import Deal
 from fedloom.errors import DataError
 
 
-def save(path: Path, text: str, deal: Deal) -> None:
+def save(path: Path, text: str, deal: Deal, data: str) -> None:
     arrays = {
         "index": deal.index.astype(np.int64),
         "offsets": deal.offsets.astype(np.int64),
         "text": np.array(text, dtype=np.str_),
+        "data": np.array(data, dtype=np.str_),
         "remarks": np.array(deal.remarks, dtype=np.str_),
     }
     if deal.names is not None:
@@ -24,21 +25,22 @@ def save(path: Path, text: str, deal: Deal) -> None:
         raise DataError(f"the partition could not be written to {path}: {error.strerror or error}") from error
 
 
-def load(path: Path) -> tuple[str, Deal]:
-    """The partition's text and the deal; a file that is damaged or something else is refused."""
+def load(path: Path) -> tuple[str, Deal, str]:
+    """The partition's text, the deal, and the digest of what was dealt out; a damaged or other file is refused."""
     if not path.is_file():
         raise DataError(f"there is no partition file {path}")
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ("index", "offsets", "text", "remarks", "names") if name in file}
-        text, remarks = arrays["text"], arrays["remarks"]
+            wanted = ("index", "offsets", "text", "data", "remarks", "names")
+            arrays = {name: file[name] for name in wanted if name in file}
+        text, remarks, data = arrays["text"], arrays["remarks"], str(arrays["data"])
         deal = Deal(arrays["index"], arrays["offsets"], arrays.get("names"), tuple(remarks.tolist()))
         wrong = _wrong(deal, text, remarks)
     except Exception as error:  # zipfile, zlib, tokenize and NumPy each have errors of their own for damage
         raise DataError(f"{path} is damaged or no partition saved by Fedloom") from error
     if wrong:
         raise DataError(f"{path} is damaged or no partition saved by Fedloom: {wrong}")
-    return str(text), deal
+    return str(text), deal, data
 
 
 def _wrong(deal: Deal, text: np.ndarray, remarks: np.ndarray) -> str:

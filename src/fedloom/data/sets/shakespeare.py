@@ -43,7 +43,11 @@ def shakespeare(length: int = 80, stride: int = 1, *, source: Source) -> Corpus:
 
 def _from_texts(path: Path, length: int, stride: int) -> Corpus:
     """All windows at once: places of their first characters in one long array."""
-    roles = dict(_roles(path))
+    roles: dict[str, str] = {}
+    for name, text in _roles(path):
+        if name in roles:
+            raise DataError(f"{path} has two lines for {name!r}; join their texts")
+        roles[name] = text
     kept = {name: text for name, text in roles.items() if len(text) > length}
     if not kept:
         raise DataError(f"{path}: no role has more than length={length} characters")
@@ -92,7 +96,7 @@ def _roles(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _codes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    return np.frombuffer(text.encode("utf-32-le", "replace"), dtype=np.uint32)
 
 
 def _numbered(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
