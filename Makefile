@@ -49,14 +49,15 @@ format: $(STAMP)  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## what a round costs on this machine
-	$(BIN)/python benchmarks/round_cost.py
+bench: $(STAMP)  ## sample gradients per second on this machine, beside a plain loop and the limit
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python benchmarks/throughput.py
 
 docs: $(STAMP)  ## write the reference pages in docs/ from what the code says
 	$(BIN)/python scripts/reference_pages.py
 
-gpu:  ## tests/gpu on a CUDA machine, from src, nothing installed
+gpu:  ## tests/gpu and the benchmarks on a CUDA machine, from src, nothing installed
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+	PYTHONPATH=src $(PYTHON) benchmarks/throughput.py
 
 lock: $(STAMP)  ## resolve everything anew and write constraints.txt
 	$(BIN)/python scripts/lock.py --write

@@ -284,6 +284,7 @@ def test_callback_hears_of_every_round_after_the_server_step(seen: list[tuple[bo
         rounds=6,
         local=fl.Local(batch_size=None, lr=0.05),
         loss=squared_error,
+        engine="loop",  # whose model sees plain tensors
         callbacks=[listen],
     )
     assert [event.round for event, _ in events] == [1, 2, 3, 4, 5, 6]

@@ -8,7 +8,8 @@ A key is `numpy.random.SeedSequence(seed, spawn_key=...)`, drawn from by `numpy.
 | the batches of client c, its i-th occurrence in Work w | (w, c, i) |
 | whether that client answers: is it there, does it fail? (two uniform numbers) | (w, c, i, 0) |
 | which old model Work w starts from (asynchronous schedules) | (w, 0) |
-| the augmentation of that client's batches: two words for a hash (see `data/transforms.py`) | (w, c, i, 1) |
+| augmentation and dropout of that client: two words for `hashed` | (w, c, i, 1) |
+| whatever else its model draws: the seed of PyTorch's generators | (w, c, i, 2) |
 
 What happens before a run has keys of its own: a partition draws from `default_rng(seed)`, and the choice of held-out
 clients from `SeedSequence((seed, 1))`.
@@ -21,9 +22,13 @@ A batch order can therefore be rebuilt outside Fedloom:
 True
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from numpy.random import Generator, SeedSequence, default_rng
+from torch import Tensor
 
 from fedloom.errors import ConfigError
 
@@ -38,9 +43,29 @@ def split_rng(seed: int) -> Generator:
     return default_rng(SeedSequence((seed, 1)))
 
 
-def augmentation_key(seed: int, work: int, client: int, occurrence: int) -> Any:
-    """Two 32-bit words [2] for all augmentation of one client's local training."""
+def client_key(seed: int, work: int, client: int, occurrence: int) -> Any:
+    """Two 32-bit words [2] for all that is drawn on the device in one client's local training."""
     return SeedSequence(seed, spawn_key=(work, client, occurrence, 1)).generate_state(2)
+
+
+def module_seed(seed: int, work: int, client: int, occurrence: int) -> int:
+    """For whatever a model draws from PyTorch's own generators."""
+    low, high = SeedSequence(seed, spawn_key=(work, client, occurrence, 2)).generate_state(2).tolist()
+    return int(high << 30 | low)
+
+
+def hashed(key: Tensor, step: int | Tensor, draw: int, shape: Sequence[int]) -> Tensor:
+    """Numbers in [0, 1) of a shape, a hash of (key [2], step, draw, place): on any device, in any cohort, the same."""
+    places = torch.arange(math.prod(shape), device=key.device)
+    mixed = _mix(_mix(_mix(_mix(key[0] ^ step) ^ key[1]) ^ places) ^ draw)
+    return ((mixed >> 8).to(torch.float32) / (1 << 24)).reshape(shape)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit hash, in 64-bit arithmetic that never overflows (both factors are below 2^31)."""
+    x = ((x >> 16) ^ x) * 0x21F0AAAD & 0xFFFFFFFF
+    x = ((x >> 15) ^ x) * 0x735A2D97 & 0xFFFFFFFF
+    return (x >> 15) ^ x
 
 
 def sampler_rng(seed: int, work: int) -> Generator:

@@ -84,6 +84,8 @@ class Work:
             buffers={n: b[keep.to(b.device)] for n, b in self.buffers.items()} if own else self.buffers,
             rates=self.rates[keep] if self.rates.dim() == 2 else self.rates,
             slots=self.places[keep],
+            pull=None if self.pull is None else self.pull[keep.to(self.pull.device)],
+            drift=None if self.drift is None else self.drift[keep.to(self.drift.device)],
         )
 
 

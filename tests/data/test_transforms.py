@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedloom as fl
-from fedloom.data.transforms import Draws, Preparation, augmentations, uniform
-from fedloom.keys import augmentation_key
+from fedloom.data.transforms import Draws, Preparation, augmentations
+from fedloom.keys import client_key, hashed
 
 KEY = (123456789, 4000000001)
 
@@ -47,15 +47,15 @@ def prepared(
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 10**6), st.integers(0, 100))
 def test_the_hash_is_the_32_bit_one(a: int, b: int, step: int, draw: int) -> None:
-    found = uniform(torch.tensor([a, b]), step, 7, draw).double().numpy()
+    found = hashed(torch.tensor([a, b]), step, draw, (7,)).double().numpy()
     assert (found == reference_uniform((a, b), step, 7, draw)).all()
 
 
 def test_the_numbers_are_uniform_and_independent() -> None:
-    drawn = np.stack([uniform(torch.tensor(KEY), step, 256, 0).double().numpy() for step in range(400)])
+    drawn = np.stack([hashed(torch.tensor(KEY), step, 0, (256,)).double().numpy() for step in range(400)])
     counts = np.histogram(drawn, 50, (0, 1))[0]
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 100  # chi-squared, 49 degrees: p < 1e-5
-    other = np.stack([uniform(torch.tensor(KEY), step, 256, 1).double().numpy() for step in range(400)])
+    other = np.stack([hashed(torch.tensor(KEY), step, 1, (256,)).double().numpy() for step in range(400)])
     for a, b in ((drawn, other), (drawn[1:], drawn[:-1]), (drawn[:, 1:], drawn[:, :-1])):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.016  # 5 standard errors
 
@@ -128,9 +128,9 @@ def test_several_use_different_numbers() -> None:
 
 
 def test_the_step_and_the_client_matter_and_the_cohort_does_not() -> None:
-    a = augmentation_key(0, 3, 7, 0)
+    a = client_key(0, 3, 7, 0)
     assert (a == np.random.SeedSequence(0, spawn_key=(3, 7, 0, 1)).generate_state(2)).all()
-    assert (a != augmentation_key(0, 3, 8, 0)).any()
+    assert (a != client_key(0, 3, 8, 0)).any()
     assert not np.array_equal(prepared(images(), "flip", step=0), prepared(images(), "flip", step=1))
 
 
@@ -173,7 +173,7 @@ def test_training_equals_gradient_descent_on_pictures_made_by_numpy() -> None:
     result = fl.fit(model(), one, rounds=1, local=fl.Local(batch_size=None, epochs=2, lr=0.5), seed=4)
     x, y = images(60, 1, 6)[10:25], np.arange(10, 25) % 3
     weight, bias = (parameter.detach().numpy().copy() for parameter in model().parameters())
-    key = augmentation_key(4, 0, 0, 0).tolist()
+    key = client_key(4, 0, 0, 0).tolist()
     for step in range(2):
         flipped = reference_uniform((key[0], key[1]), step, 15, 0) < 0.5
         picture = np.where(flipped[:, None, None, None], x[..., ::-1], x)
@@ -207,6 +207,7 @@ def test_augmentation_does_not_depend_on_the_cohort() -> None:
             federation("flip-crop"),
             method,
             rounds=1,
+            engine="loop",
             local=fl.Local(batch_size=4),
             callbacks=[seen.append],
         )

@@ -58,11 +58,12 @@ def test_models_train_the_same(name: str, shape: Shape) -> None:
         federation = replace(federation, preparation=way)
     local = fl.Local(steps=3, batch_size=8, lr=0.001)  # a larger rate makes ResNet-56 a chaotic map
     runs = [
-        fl.fit(model, federation, rounds=2, local=local, device=device, precision="fp32") for device in ("cpu", "cuda")
+        fl.fit(model, federation, rounds=2, local=local, device=device, engine=engine, precision="fp32")
+        for device, engine in (("cpu", "loop"), ("cuda", "loop"), ("cuda", "vector"))
     ]
-    a, b = runs[0].params, runs[1].params.cpu()
-    assert float((a - b).norm() / a.norm()) < 1e-8
-    assert runs[0].history[-1]["test_accuracy"] == pytest.approx(runs[1].history[-1]["test_accuracy"], abs=0.02)
+    for run in runs[1:]:
+        assert float((run.params.cpu() - runs[0].params).norm() / runs[0].params.norm()) < 1e-8
+        assert run.history[-1]["test_accuracy"] == pytest.approx(runs[0].history[-1]["test_accuracy"], abs=0.02)
 
 
 def test_the_fused_kernel_and_plain_code_agree_on_the_device() -> None:

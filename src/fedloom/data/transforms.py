@@ -13,24 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.errors import DataError
+from fedloom.keys import hashed
 from fedloom.registry import Registry
 from fedloom.spec import parse
 
 PIXEL = 255.0
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A 32-bit hash, in 64-bit arithmetic that never overflows (both factors are below 2^31)."""
-    x = ((x >> 16) ^ x) * 0x21F0AAAD & 0xFFFFFFFF
-    x = ((x >> 15) ^ x) * 0x735A2D97 & 0xFFFFFFFF
-    return (x >> 15) ^ x
-
-
-def uniform(key: Tensor, step: int | Tensor, samples: int, draw: int) -> Tensor:
-    """One number in [0, 1) for each sample of a batch [samples], from a key [2]."""
-    position = torch.arange(samples, device=key.device)
-    mixed = _mix(_mix(_mix(_mix(key[0] ^ step) ^ key[1]) ^ position) ^ draw)
-    return (mixed >> 8).to(torch.float32) / (1 << 24)
 
 
 @dataclass(frozen=True)
@@ -39,6 +26,10 @@ class Draws:
 
     key: Tensor  # [2]
     step: int | Tensor
+
+    def uniform(self, samples: int, draw: int) -> Tensor:
+        """One number in [0, 1) for each sample [samples]."""
+        return hashed(self.key, self.step, draw, (samples,))
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ class Flip(Augmentation):
         _probability("flip", self.p)
 
     def apply(self, x: Tensor, draws: Draws, first: int, black: Tensor) -> Tensor:
-        flipped = uniform(draws.key, draws.step, len(x), first) < self.p
+        flipped = draws.uniform(len(x), first) < self.p
         return torch.where(flipped[:, None, None, None], x.flip(-1), x)
 
 
@@ -84,7 +75,7 @@ class Crop(Augmentation):
 
     def apply(self, x: Tensor, draws: Draws, first: int, black: Tensor) -> Tensor:
         n, channels, height, width = x.shape
-        chosen, down, right = (uniform(draws.key, draws.step, n, first + i) for i in range(3))
+        chosen, down, right = (draws.uniform(n, first + i) for i in range(3))
         cropped = (chosen < self.p).long()
         shifts = [((u * (2 * self.padding + 1)).long() - self.padding) * cropped for u in (down, right)]
         border = black if self.fill == "black" else torch.zeros_like(black)
@@ -110,7 +101,7 @@ class Cutout(Augmentation):
     def apply(self, x: Tensor, draws: Draws, first: int, black: Tensor) -> Tensor:
         inside = []
         for i, length in enumerate(x.shape[-2:]):
-            centre = (uniform(draws.key, draws.step, len(x), first + i) * length).long()
+            centre = (draws.uniform(len(x), first + i) * length).long()
             start = (centre - self.size // 2)[:, None]
             place = torch.arange(length, device=x.device)
             inside.append((place >= start) & (place < start + self.size))

@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.data.transforms import Draws
-from fedloom.engines.step import Optimizer, corrected, step_norm
+from fedloom.engines.answer import answer, step_norms
+from fedloom.engines.dropout import has_dropout, keyed
+from fedloom.engines.plan import batches_of, keys_of, ordered_batches_of
+from fedloom.engines.step import Optimizer, corrected
 from fedloom.federation import Federation
-from fedloom.keys import augmentation_key, client_rng
-from fedloom.rows import Rows
+from fedloom.keys import module_seed
 from fedloom.space import Buffers
 from fedloom.stages import Setup, State, Updates, Work
 from fedloom.task import Task
@@ -27,50 +30,44 @@ class Loop:
     def train(self, work: Work) -> Updates:
         self.task.model.train()
         rows = work.start.new_empty((len(work), self.setup.space.size))
+        keys = keys_of(self.setup, work, rows.device) if self._draws else None
         runs = []
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
             for k in range(len(work)):
-                run = self._client(work, k)
+                run = self._client(work, k, None if keys is None else keys[k])
                 rows[k] = run.start - run.end
                 runs.append(run)
         buffers = {n: _stack([run.buffers[n] for run in runs], b) for n, b in work.buffers.items()}
-        loss, finite = _losses(rows, work.buffers, buffers, [run.loss for run in runs])
-        return Updates(
-            clients=work.clients,
-            slots=work.places,
-            counts=work.counts,
-            samples=self.setup.sizes[work.clients],
-            steps=torch.tensor([run.steps for run in runs], dtype=torch.int64),
-            rows=Rows(rows, self.setup.space),
-            buffers=buffers,
-            loss=loss,
-            finite=finite,
-            extra={name: _stack([run.extra[name] for run in runs], _like(name, work)) for name in work.wants},
-        )
+        losses = _stack([run.loss for run in runs], rows.new_zeros(()))
+        steps = [run.steps for run in runs]
+        extra = {
+            name: _stack([run.extra[name] for run in runs], _like(name, work)) for name in work.wants - {"step_norm"}
+        }
+        if "step_norm" in work.wants:
+            extra["step_norm"] = step_norms(self.setup.local, work, steps)
+        return answer(work, self.setup, rows, buffers, losses, steps, extra)
 
-    def _client(self, work: Work, k: int) -> "_Run":
-        client, local = int(work.clients[k]), self.setup.local
+    @property
+    def _draws(self) -> bool:
+        return bool(self.federation.preparation.augment) or has_dropout(self.task.model)
+
+    def _client(self, work: Work, k: int, key: Tensor | None) -> "_Run":
+        local = self.setup.local
         own = work.start.dim() == 2
         start = work.start[k] if own else work.start
         buffers = {n: (b[k] if own else b).clone() for n, b in work.buffers.items()}
         rates = (work.rates[k] if work.rates.dim() == 2 else work.rates).tolist()
         pull = None if work.pull is None else float(work.pull[k])
         drift = None if work.drift is None else work.drift[k]
+        batches = batches_of(self.setup, self.federation, work, k)
+        _seed(start.device, module_seed(self.setup.seed, work.w, int(work.clients[k]), int(work.occurrence[k])))
 
-        rng = client_rng(self.setup.seed, work.w, client, int(work.occurrence[k]))
-        begin, end = self.federation.offsets[client : client + 2].tolist()
-        batches = local.batches(end - begin, rng, work.max_steps)
-        key = self._key(work, k, start.device)
-        _seed(start.device, int(rng.integers(1 << 62)))
-        mine = self.federation.index[begin:end]
-
-        x, optimizer = start, Optimizer(local)
+        x, optimizer = start, Optimizer.of(local, start)
         total, seen = start.new_zeros(()), 0
         gradients = torch.zeros_like(start) if "mean_gradient" in work.wants else None
         for step, (rate, batch) in enumerate(zip(rates, batches, strict=False)):
-            chosen = mine[torch.from_numpy(batch)].to(x.device)
             draws = None if key is None else Draws(key, step)
-            gradient, losses = self._gradient(x, buffers, *self.federation.batch(chosen, x.dtype, draws))
+            gradient, losses = self._gradient(x, buffers, batch, draws, key, step)
             if gradients is not None:
                 gradients += gradient
             x = optimizer.step(x, corrected(gradient, x, start, pull, drift, local.clip_norm), rate)
@@ -79,39 +76,32 @@ class Loop:
         if gradients is not None:
             extra["mean_gradient"] = gradients / max(len(batches), 1)
         if "final_score" in work.wants:
-            extra["final_score"] = self._score(x, buffers, mine)
-        if "step_norm" in work.wants:
-            norm = step_norm(local, rates[: len(batches)], pull)
-            extra["step_norm"] = torch.tensor(norm, dtype=torch.float64)
+            extra["final_score"] = self._score(x, buffers, int(work.clients[k]), key)
         return _Run(start, x, buffers, len(batches), total / max(seen, 1), extra)
 
-    def _key(self, work: Work, k: int, device: torch.device) -> Tensor | None:
-        """For the augmentation of a client's batches, where there is any."""
-        if not self.federation.preparation.augment:
-            return None
-        words = augmentation_key(self.setup.seed, work.w, int(work.clients[k]), int(work.occurrence[k]))
-        return torch.tensor(words.tolist(), device=device)
-
-    def _score(self, x: Tensor, buffers: Buffers, mine: Tensor) -> Tensor:
+    def _score(self, x: Tensor, buffers: Buffers, client: int, key: Tensor | None) -> Tensor:
         """Mean over the client's batches, in stored order, of the squared norm of the gradient at x."""
         untouched = {name: buffer.clone() for name, buffer in buffers.items()}
         squares = []
-        for places in self.setup.local.batches_in_order(len(mine)):
-            chosen = mine[torch.from_numpy(places)].to(x.device)
-            gradient, _ = self._gradient(x, untouched, *self.federation.batch(chosen, x.dtype))
+        for step, batch in enumerate(ordered_batches_of(self.setup, self.federation, client)):
+            gradient, _ = self._gradient(x, untouched, batch, None, key, step)
             squares.append(gradient.double().square().sum())
         return torch.stack(squares).mean()
 
-    def _gradient(self, x: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _gradient(
+        self, x: Tensor, buffers: Buffers, batch: np.ndarray, draws: Draws | None, key: Tensor | None, step: int
+    ) -> tuple[Tensor, Tensor]:
         """The gradient [P] of the batch's mean loss, and the losses [B]."""
+        inputs, targets = self.federation.batch(torch.from_numpy(batch).to(x.device), x.dtype, draws)
         leaf = x.detach().requires_grad_()
-        losses = self.task.losses(leaf, buffers, inputs, targets)
+        with keyed(self.task.model, key, step):
+            losses = self.task.losses(leaf, buffers, inputs, targets)
         (gradient,) = torch.autograd.grad(losses.mean(), leaf)
         return gradient, losses.detach()
 
 
 def _seed(device: torch.device, seed: int) -> None:
-    """For dropout and the like. `torch.manual_seed` seeds every device that there is, and takes its time."""
+    """For what a module draws itself. `torch.manual_seed` seeds every device that there is, and takes its time."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -137,16 +127,3 @@ def _like(name: str, work: Work) -> Tensor:
 
 def _stack(values: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(values) if values else like.new_empty((0, *like.shape))
-
-
-def _losses(rows: Tensor, before: Buffers, after: Buffers, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Loss and finiteness of each client, brought to the CPU at once."""
-    if not losses:
-        return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
-    loss = torch.stack(losses).double()
-    finite = torch.isfinite(rows).all(1) & torch.isfinite(loss)
-    for name, values in after.items():  # an attention mask holds infinities from the start
-        spoilt = torch.isfinite(before[name]) & ~torch.isfinite(values)
-        finite &= ~spoilt.reshape(len(rows), -1).any(1)
-    both = torch.stack([loss, finite.double()]).cpu()
-    return both[0], both[1].bool()

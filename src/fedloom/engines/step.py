@@ -17,40 +17,50 @@ ADAM_EPS = 1e-8
 
 @dataclass
 class Optimizer:
-    """A local optimiser's state; it is made anew for every Work."""
+    """A local optimiser's state, changed in place; its rows may be more than those that still step."""
 
     local: Local
-    steps: int = 0
-    first: Tensor | None = None  # momentum, or Adam's first moment
-    second: Tensor | None = None
+    first: Tensor | None  # momentum, or Adam's first moment
+    second: Tensor | None
+    steps: int | Tensor = 0  # a tensor where steps are recorded and played again
+
+    @classmethod
+    def of(cls, local: Local, like: Tensor, steps: int | Tensor = 0) -> "Optimizer":
+        adam = local.optimizer != "sgd"
+        first = torch.zeros_like(like) if adam or local.momentum else None
+        return cls(local, first, torch.zeros_like(like) if adam else None, steps)
 
     def step(self, x: Tensor, gradient: Tensor, rate: float | Tensor) -> Tensor:
-        """The next x from a corrected, clipped gradient. `rate` is a number, or [K, 1] for a matrix."""
+        """The next x from a corrected, clipped gradient. `rate` is a number, or [n, 1] for the first n rows."""
         local = self.local
         self.steps += 1
         if local.optimizer == "adamw":
             x = x - rate * local.weight_decay * x
         elif local.weight_decay:
             gradient = gradient + local.weight_decay * x
-        if local.optimizer == "sgd":
-            return x - rate * self._momentum(gradient)
-        return x - rate * self._adam(gradient)
+        if self.first is not None:
+            first = self.first if x.dim() < 2 else self.first[: len(x)]
+            gradient = self._adam(gradient, first) if self.second is not None else self._momentum(gradient, first)
+        return x - rate * gradient
 
-    def _momentum(self, gradient: Tensor) -> Tensor:
-        local = self.local
-        if not local.momentum:
-            return gradient
-        self.first = gradient if self.first is None else local.momentum * self.first + gradient
-        return gradient + local.momentum * self.first if local.nesterov else self.first
+    def reset(self) -> None:
+        """As before the first step."""
+        for tensor in (self.first, self.second, self.steps):
+            if isinstance(tensor, Tensor):
+                tensor.zero_()
 
-    def _adam(self, gradient: Tensor) -> Tensor:
+    def _momentum(self, gradient: Tensor, first: Tensor) -> Tensor:
+        first.mul_(self.local.momentum).add_(gradient)
+        return gradient + self.local.momentum * first if self.local.nesterov else first
+
+    def _adam(self, gradient: Tensor, first: Tensor) -> Tensor:
         b1, b2 = ADAM_BETAS
-        if self.first is None or self.second is None:
-            self.first, self.second = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        self.first = b1 * self.first + (1 - b1) * gradient
-        self.second = b2 * self.second + (1 - b2) * gradient.square()
-        scale = (self.second / (1 - b2**self.steps)).sqrt() + ADAM_EPS
-        return self.first / (1 - b1**self.steps) / scale
+        assert self.second is not None
+        second = self.second if gradient.dim() < 2 else self.second[: len(gradient)]
+        first.mul_(b1).add_(gradient * (1 - b1))
+        second.mul_(b2).add_(gradient.square() * (1 - b2))
+        scale = (second / (1 - b2**self.steps)).sqrt() + ADAM_EPS
+        return first / (1 - b1**self.steps) / scale
 
 
 def corrected(
@@ -70,7 +80,7 @@ def corrected(
 def step_norm(local: Local, rates: Sequence[float], pull: float | None) -> float:
     """How far a local run goes under a gradient of 1, through the same rates, momentum and pull (FedNova's a_k)."""
     x = torch.zeros((), dtype=torch.float64)
-    optimizer = Optimizer(replace(local, weight_decay=0.0))
+    optimizer = Optimizer.of(replace(local, weight_decay=0.0), x)
     for rate in rates:
         x = optimizer.step(x, 1 + (pull or 0.0) * x, rate)
     return -float(x)

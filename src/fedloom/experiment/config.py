@@ -53,7 +53,7 @@ class RunConfig:
     metric: str = _setting("accuracy", "accuracy, f1 or auc.")
     eval_every: int = _setting(1, "Rounds between evaluations.")
     seed: int = _setting(0, "Seed of data, model and run; the first one of a comparison.")
-    engine: str = _setting("auto", "How cohorts are trained: auto or loop.")
+    engine: str = _setting("auto", "How cohorts are trained: auto, loop (client by client) or vector (all at once).")
     device: str = _setting("auto", "auto, cpu or cuda.")
     precision: Precision = _setting("auto", "auto (TF32 on a GPU), fp32 or bf16.")
     availability: float | str | None = _setting(None, "Share of the time that clients are there, or a trace file.")
