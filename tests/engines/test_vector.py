@@ -12,7 +12,7 @@ import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import choose
 from fedloom.engines.threads import Threads
-from fedloom.engines.vector import mixes_samples
+from fedloom.engines.vector import Vector, mixes_samples
 from fedloom.models.catalogue import REGISTRY, Shape, load_models
 from fedloom.spec import parse_one
 from fedloom.task import Task
@@ -262,3 +262,18 @@ def test_a_model_that_draws_itself_is_trained_in_a_loop_on_one_core(monkeypatch:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for engine in ("loop", "vector"):
         assert torch.equal(fl.fit(model, federation(), rounds=3, engine=engine).params, alone.params)
+
+
+def test_a_cohort_that_does_not_fit_is_trained_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    run = Vector._play
+
+    def watched(self: Vector, cohort: Any, planned: Any) -> None:
+        seen.append(len(cohort.x))
+        run(self, cohort, planned)
+
+    monkeypatch.setattr(Vector, "_play", watched)
+    monkeypatch.setattr(choose, "_rows_that_fit", lambda setup: 2)
+    loop, vector = both(dense(), federation(), "scaffold", clients_per_round=7)
+    assert max(seen) == 2
+    assert apart(vector.params, loop.params) < 1e-9

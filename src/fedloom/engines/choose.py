@@ -64,12 +64,14 @@ def _on_cores(engine: Loop | Vector) -> Engine:
 
 
 def _rows_that_fit(setup: Setup) -> int:
-    """Half of the free memory for matrices: the cohort, its start, gradients, moments, corrections."""
+    """A quarter of the memory for matrices: the cohort, its start, gradients, moments, corrections. Of all memory, not
+    of what is free at the moment, so that the same run is cut into the same pieces.
+    """
     if setup.device.type == "cuda":
-        free = torch.cuda.mem_get_info(setup.device)[0]
+        memory = torch.cuda.get_device_properties(setup.device).total_memory
     else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, free // 2 // (MATRICES * setup.space.size * setup.space.dtype.itemsize))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, int(memory) // 4 // (MATRICES * setup.space.size * setup.space.dtype.itemsize))
 
 
 def vector_wins(model: nn.Module, setup: Setup) -> bool:
