@@ -16,23 +16,9 @@ from fedloom.engines.vector import Vector, mixes_samples
 from fedloom.models.catalogue import REGISTRY, Shape, load_models
 from fedloom.spec import parse_one
 from fedloom.task import Task
+from tests.examples import METHODS
 
 load_models()
-EXAMPLES = {
-    "fixed": "fixed(cohorts=[[0, 1, 2], [3, 1]])",
-    "radfed": "radfed(redistributions=2)",
-    "radfedp": "radfedp(redistributions=2)",
-    "radfedm": "radfedm(redistributions=2)",
-    "radfeda": "radfeda(redistributions=2)",
-    "radfedi": "radfedi(redistributions=2)",
-    "2dlrd": "2dlrd(c=0.5, window=1)",
-    "krum": "krum(byzantine=0)",
-    "fedasync": "fedasync(staleness=poly, max_staleness=3)",
-    "adabest": "adabest(deploy=latest_of_all)",
-    "importance": "importance(start=full)",
-}
-STACK = "radfed(redistributions=3)+adabest+dgt(alpha=0.5)+fedglad+2dlrd(c=0.5, window=1)"
-METHODS = [*(EXAMPLES.get(entry.name, entry.name) for entry in fl.list_methods()), STACK]
 SIZES = [0, 7, 20, 21, 53, 60, 61, 90]  # offsets: 7, 13, 1, 32, 7, 1 and 29 samples
 
 

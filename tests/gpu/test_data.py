@@ -74,3 +74,26 @@ def test_the_fused_kernel_and_plain_code_agree_on_the_device() -> None:
     fused = model(ids)
     set_fused(model, False)
     assert torch.allclose(fused, model(ids), atol=1e-12, rtol=0)
+
+
+def test_a_row_that_has_finished_is_left_alone() -> None:
+    """Of four clients one stops after a step; it is computed beside the other three, on the federation's first sample,
+    which overflows here.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 5, generator=generator, dtype=torch.float64)
+    x[0] = 1.7e308
+    y = torch.randint(0, 3, (60,), generator=generator)
+    federation = fl.Federation.from_tensor(x, y, [0, 5, 10, 25, 40, 60])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
+    torch.nn.init.ones_(model[0].weight)
+    local = fl.Local(batch_size=5, momentum=0.9)
+    runs = [
+        fl.fit(
+            model, federation, "scaffold+fixed(cohorts=[[1, 2, 3, 4]])", 3, local=local, device=device, engine=engine
+        )
+        for device, engine in (("cpu", "loop"), ("cuda", "vector"))
+    ]
+    assert runs[1].history[-1]["diverged"] == 0
+    assert float((runs[1].params.cpu() - runs[0].params).norm() / runs[0].params.norm()) < 1e-10

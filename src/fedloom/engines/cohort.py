@@ -28,7 +28,7 @@ class Cohort:
     drift: Tensor | None = None  # [K, P]
     raw: Tensor | None = None  # [K, P] sum of the gradients before any correction
     keys: Tensor | None = None  # [K, 2]
-    recorded: dict[tuple[int, int], torch.cuda.CUDAGraph] = field(default_factory=dict)  # graphs, by rows and batch
+    recorded: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = field(default_factory=dict)  # by rows and batch
 
     def tensors(self) -> list[Tensor | None]:
         """All that a step changes."""

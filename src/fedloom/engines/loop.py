@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
-from fedloom.engines.dropout import has_dropout, keyed
+from fedloom.engines.dropout import keyed
 from fedloom.engines.plan import batches_of, keys_of, ordered_batches_of
 from fedloom.engines.step import Optimizer, corrected
 from fedloom.federation import Federation
@@ -30,7 +30,7 @@ class Loop:
     def train(self, work: Work) -> Updates:
         self.task.model.train()
         rows = work.start.new_empty((len(work), self.setup.space.size))
-        keys = keys_of(self.setup, work, rows.device) if self._draws else None
+        keys = keys_of(self.setup, self.federation, self.task.model, work)
         runs = []
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
             for k in range(len(work)):
@@ -46,10 +46,6 @@ class Loop:
         if "step_norm" in work.wants:
             extra["step_norm"] = step_norms(self.setup.local, work, steps)
         return answer(work, self.setup, rows, buffers, losses, steps, extra)
-
-    @property
-    def _draws(self) -> bool:
-        return bool(self.federation.preparation.augment) or has_dropout(self.task.model)
 
     def _client(self, work: Work, k: int, key: Tensor | None) -> "_Run":
         local = self.setup.local

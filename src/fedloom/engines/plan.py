@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedloom.engines.dropout import has_dropout
 from fedloom.federation import Federation
 from fedloom.keys import client_key, client_rng
 from fedloom.stages import Setup, Work
@@ -61,8 +62,10 @@ def plan(batches: Sequence[Sequence[np.ndarray]]) -> Plan:
     return Plan(order, steps[order], samples, lengths)
 
 
-def keys_of(setup: Setup, work: Work, device: torch.device) -> Tensor:
-    """Two words for the tensor-side randomness of each client [K, 2]."""
+def keys_of(setup: Setup, federation: Federation, model: nn.Module, work: Work) -> Tensor | None:
+    """Two words for what is drawn on the device for each client [K, 2]; None where nothing is."""
+    if not federation.preparation.augment and not has_dropout(model):
+        return None
     asked = zip(work.clients.tolist(), work.occurrence.tolist(), strict=True)
     words = [client_key(setup.seed, work.w, client, i).tolist() for client, i in asked]
-    return torch.tensor(words, dtype=torch.int64).reshape(-1, 2).to(device)
+    return torch.tensor(words, dtype=torch.int64).reshape(-1, 2).to(work.start.device)

@@ -21,7 +21,7 @@ from torch.func import vmap
 from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.cohort import Cohort, lay_out, widths
-from fedloom.engines.dropout import has_dropout, keyed
+from fedloom.engines.dropout import keyed
 from fedloom.engines.plan import Plan, batches_of, keys_of, ordered_batches_of, plan
 from fedloom.engines.step import Optimizer
 from fedloom.federation import Federation
@@ -62,7 +62,7 @@ class Vector:
             extra["mean_gradient"] = torch.zeros_like(rows)
         if "final_score" in work.wants:
             extra["final_score"] = rows.new_zeros(len(work), dtype=torch.float64)
-        keys = keys_of(self.setup, work, rows.device) if self._draws else None
+        keys = keys_of(self.setup, self.federation, self.task.model, work)
         for places in self._chunks(batches):
             planned = plan([batches[k] for k in places])
             there = torch.tensor(places)[torch.from_numpy(planned.order)]  # place in the Work of each row
@@ -73,10 +73,6 @@ class Vector:
         if "step_norm" in work.wants:
             extra["step_norm"] = step_norms(self.setup.local, work, steps)
         return answer(work, self.setup, rows, buffers, losses, steps, extra)
-
-    @property
-    def _draws(self) -> bool:
-        return bool(self.federation.preparation.augment) or has_dropout(self.task.model)
 
     def _chunks(self, batches: Batches) -> Iterator[list[int]]:
         """Clients that step together: with batches of about the same length, and no more than fit."""
@@ -127,14 +123,14 @@ class Vector:
             width = max(found) if self.mixes or not self.graphs else widest
             if self.graphs and alike:
                 rows = min(1 << (n - 1).bit_length(), len(cohort.x))
-                play(self, cohort, rows, width)
+                play(self, cohort, rows, width, full=n == rows)
             elif alike:
                 self.step(cohort, n, width)
             else:
                 self._mixed_step(cohort, planned, s, n)
 
-    def step(self, cohort: Cohort, n: int, width: int) -> None:
-        """The next step of the first n rows, with batches of one width."""
+    def step(self, cohort: Cohort, n: int, width: int, full: bool = True) -> None:
+        """The next step of the first n rows, with batches of one width; unless `full`, some of them have finished."""
         samples, lengths, rates = (
             table.index_select(0, cohort.step.reshape(1))[0, :n]
             for table in (cohort.samples, cohort.lengths, cohort.rates)
@@ -146,6 +142,8 @@ class Vector:
             before = cohort.buffers[name][:n]
             goes_on = (lengths > 0).reshape(-1, *(1 for _ in before.shape[1:]))
             before.copy_(torch.where(goes_on, values, before))
+        if not full:  # whatever a finished row makes of a sample that is not its own
+            gradient = gradient.where(lengths[:, None] > 0, 0.0)
         cohort.update(gradient, lost, rates)
 
     def _mixed_step(self, cohort: Cohort, planned: Plan, s: int, n: int) -> None:
@@ -240,15 +238,15 @@ class Vector:
 KEPT = 4  # cohorts whose memory and recordings are held for the next Work
 
 
-def play(engine: Vector, cohort: Cohort, rows: int, width: int) -> None:
+def play(engine: Vector, cohort: Cohort, rows: int, width: int, full: bool) -> None:
     """One step of the first rows from its recording, which is made the first time."""
-    graph = cohort.recorded.get((rows, width))
+    graph = cohort.recorded.get((rows, width, full))
     if graph is None:
-        graph = cohort.recorded[(rows, width)] = record(engine, cohort, rows, width)
+        graph = cohort.recorded[(rows, width, full)] = record(engine, cohort, rows, width, full)
     graph.replay()
 
 
-def record(engine: Vector, cohort: Cohort, rows: int, width: int) -> torch.cuda.CUDAGraph:
+def record(engine: Vector, cohort: Cohort, rows: int, width: int, full: bool) -> torch.cuda.CUDAGraph:
     """A step as a CUDA graph. It is tried first, and undone: what a first call sets up must not be recorded."""
     state = [tensor for tensor in cohort.tensors() if tensor is not None]
     before = [tensor.clone() for tensor in state]
@@ -256,7 +254,7 @@ def record(engine: Vector, cohort: Cohort, rows: int, width: int) -> torch.cuda.
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            engine.step(cohort, rows, width)
+            engine.step(cohort, rows, width, full)
             for tensor, values in zip(state, before, strict=True):
                 tensor.copy_(values)
     torch.cuda.current_stream().wait_stream(side)
@@ -264,7 +262,7 @@ def record(engine: Vector, cohort: Cohort, rows: int, width: int) -> torch.cuda.
     if not engine.pool:
         engine.pool.append(torch.cuda.graph_pool_handle())
     with torch.cuda.graph(graph, pool=engine.pool[0]):
-        engine.step(cohort, rows, width)
+        engine.step(cohort, rows, width, full)
     return graph
 
 
