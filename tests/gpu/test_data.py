@@ -87,7 +87,7 @@ def test_a_row_that_has_finished_is_left_alone() -> None:
     federation = fl.Federation.from_tensor(x, y, [0, 5, 10, 25, 40, 60])
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
-    torch.nn.init.ones_(model[0].weight)
+    torch.nn.init.ones_(next(model.parameters()))
     local = fl.Local(batch_size=5, momentum=0.9)
     runs = [
         fl.fit(
