@@ -1,22 +1,26 @@
-"""Sample gradients per second: a plain PyTorch loop, the engines through `fl.fit`, and the limit.
+"""Sample gradients per second: a plain PyTorch loop, the engines through `fl.fit`, peers where installed, the limit.
 
-The limit is the same arithmetic as one shared model whose batch is the cohort's batches joined.
-`python benchmarks/throughput.py [cnn mlp logistic resnet56]` prints a table and writes JSON into benchmarks/results/.
+The limit is the same arithmetic as one shared model whose batch is the cohort's batches joined, also as a CUDA graph.
+The first rounds of a run (planning, recording, compiling) are left out; what else happens in a run is in: sampling,
+batches, corrections, the server, an evaluation every ten rounds.
+
+`python benchmarks/throughput.py [case ...] [--quick] [--no-peers]` prints a table and writes JSON into
+benchmarks/results/.
 """
 
+import argparse
 import copy
-import json
-import platform
-import sys
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import heading, save, seconds, show
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.lockstep import run_together
+from fedloom.training import Training
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Case:
     batch: int
     epochs: int
     rounds: tuple[int, int]  # on a CPU, on a GPU
+    compiled: bool = True  # measure it compiled too
 
     @property
     def a_round(self) -> int:
@@ -40,11 +45,14 @@ class Case:
 
 
 CASES = {
-    "cnn": Case("cnn-mcmahan", (3, 32, 32), 10, 100, 500, 10, 45, 5, (1, 30)),
-    "mlp": Case("mlp", (784,), 10, 100, 500, 10, 50, 5, (10, 100)),
-    "logistic": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 1, (100, 300)),
-    "resnet56": Case("resnet56(variant=basic)", (3, 32, 32), 10, 20, 320, 10, 64, 1, (1, 5)),
+    "cnn": Case("cnn-mcmahan", (3, 32, 32), 10, 100, 500, 10, 45, 5, (1, 60)),
+    "mlp": Case("mlp", (784,), 10, 100, 500, 10, 50, 5, (12, 400)),
+    "logistic": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 1, (200, 300)),
+    "logistic5": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 5, (50, 200)),
+    "resnet56": Case("resnet56(variant=basic)", (3, 32, 32), 10, 20, 320, 10, 64, 1, (1, 20)),
+    "pfl": Case("cnn-reddi", (3, 32, 32), 10, 1000, 50, 50, 10, 1, (1, 200)),
 }
+SKIPPED = 2  # rounds at the beginning of a run
 
 
 def federation(case: Case) -> fl.Federation:
@@ -52,31 +60,21 @@ def federation(case: Case) -> fl.Federation:
     total = case.clients * case.samples
     x = torch.randn(total, *case.inputs, generator=generator)
     y = torch.randint(0, case.classes, (total,), generator=generator)
-    return fl.Federation.from_tensor(x, y, torch.arange(0, total + 1, case.samples))
+    few = min(total, 2000)
+    return fl.Federation.from_tensor(x, y, torch.arange(0, total + 1, case.samples), test=(x[:few], y[:few]))
 
 
-def seconds(run: Any, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def plain_loop(case: Case, data: fl.Federation, device: torch.device, cohort: int, batch: int, rounds: int) -> float:
+def plain_loop(case: Case, data: fl.Federation, device: torch.device, rounds: int) -> float:
     """What one writes without a library: a copy of the model per client, torch.optim, an average."""
     model = fl.model(case.model, data).to(device)
     x, y = data.x.to(device), data.y.to(device)
-    size = case.samples * case.cohort // cohort
 
     def client(k: int) -> list[Tensor]:
         own = copy.deepcopy(model)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.01)
-        mine = torch.arange(k * size, (k + 1) * size, device=device)
+        mine = torch.arange(k * case.samples, (k + 1) * case.samples, device=device)
         for _ in range(case.epochs):
-            for chosen in torch.split(mine[torch.randperm(size, device=device)], batch):
+            for chosen in torch.split(mine[torch.randperm(case.samples, device=device)], case.batch):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(own(x[chosen]), y[chosen]).backward()
                 optimizer.step()
@@ -84,55 +82,143 @@ def plain_loop(case: Case, data: fl.Federation, device: torch.device, cohort: in
 
     def run() -> None:
         for _ in range(rounds):
-            ends = [client(k) for k in range(cohort)]
+            ends = [client(k) for k in range(case.cohort)]
             with torch.no_grad():
                 for p, *new in zip(model.parameters(), *ends, strict=True):
                     p.copy_(torch.stack(new).mean(0))
 
+    client(0)
     return rounds * case.a_round / seconds(run, device)
 
 
-def engine(case: Case, data: fl.Federation, device: torch.device, name: str, method: str, rounds: int) -> float:
-    model = fl.model(case.model, data)
-    local = fl.Local(epochs=case.epochs, batch_size=case.batch, lr=0.01, last_batch="keep")
+def limit(case: Case, data: fl.Federation, device: torch.device, steps: int, graph: bool) -> float:
+    """One model, batches as large as the cohort's together."""
+    model = fl.model(case.model, data).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = data.x.to(device), data.y.to(device)
+    batch = case.cohort * case.batch
+    chosen = torch.randint(0, len(x), (batch,), device=device)
 
-    def run(n: int = rounds) -> None:
-        fl.fit(model, data, method, n, case.cohort, local, eval_every=10, engine=name, device=device)
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        optimizer.step()
 
-    first = seconds(lambda: run(1), device)
-    return (rounds - 1) * case.a_round / max(seconds(run, device) - first, 1e-9) if rounds > 1 else case.a_round / first
+    run: Callable[[], None] = step
+    side = torch.cuda.Stream() if graph else None
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        recording = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recording):
+            step()
+        run = recording.replay
+    run()
+
+    def all_steps() -> None:
+        for _ in range(steps):
+            chosen.random_(0, len(x))
+            run()
+
+    return steps * batch / seconds(all_steps, device)
 
 
-def measure(name: str, device: torch.device) -> dict[str, float]:
+def engine(
+    case: Case, data: fl.Federation, device: torch.device, name: str, method: str, rounds: int, compiled: bool = False
+) -> float:
+    local = fl.Local(epochs=case.epochs, batch_size=case.batch, lr=0.01)
+    result = fl.fit(
+        fl.model(case.model, data),
+        data,
+        method,
+        rounds + SKIPPED,
+        case.cohort,
+        local,
+        eval_every=10,
+        engine=name,
+        compile=compiled,
+        device=device,
+    )
+    spent = result.history[-1]["seconds"] - result.history[SKIPPED - 1]["seconds"]
+    return rounds * case.a_round / float(spent)
+
+
+def lockstep(case: Case, data: fl.Federation, device: torch.device, runs: int, rounds: int, compiled: bool) -> float:
+    """Several runs, which differ in their seeds, at once."""
+    local = fl.Local(epochs=case.epochs, batch_size=case.batch, lr=0.01)
+    settings: dict[str, Any] = {
+        "loss": None,
+        "metric": "accuracy",
+        "precision": "auto",
+        "availability": None,
+        "dropout_rate": 0.0,
+    }
+    trainings = [
+        Training(
+            fl.model(case.model, data),
+            data,
+            "fedavg",
+            rounds=rounds + SKIPPED,
+            clients_per_round=case.cohort,
+            local=local,
+            eval_every=10,
+            engine="vector",
+            compile=compiled,
+            device=device,
+            seed=seed,
+            **settings,
+        )
+        for seed in range(runs)
+    ]
+    results = run_together(trainings, [[] for _ in trainings])
+    spent = sum(r.history[-1]["seconds"] - r.history[SKIPPED - 1]["seconds"] for r in results)
+    return runs * rounds * case.a_round / float(spent)
+
+
+def measure(name: str, device: torch.device, quick: bool, with_peers: bool) -> dict[str, float]:
     case, found = CASES[name], {}
     data = federation(case)
-    rounds = case.rounds[device.type == "cuda"]
+    on_gpu = device.type == "cuda"
+    rounds = max(1, case.rounds[on_gpu] // (5 if quick else 1))
+    few = max(1, rounds // 20)
     torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
-    few = max(1, rounds // 10)
-    plain_loop(case, data, device, case.cohort, case.batch, 1)
-    found["plain loop"] = plain_loop(case, data, device, case.cohort, case.batch, few)
-    found["limit"] = plain_loop(case, data, device, 1, case.batch * case.cohort, max(few, rounds // 4))
-    for engine_name in ("loop", "vector"):
-        for method in ("fedavg", "adabest"):
-            number = few + 1 if engine_name == "loop" else rounds + 1
-            found[f"{engine_name} {method}"] = engine(case, data, device, engine_name, method, number)
+    found["plain loop"] = plain_loop(case, data, device, few)
+    steps = max(5, few * case.a_round // (case.batch * case.cohort))
+    found["limit"] = limit(case, data, device, steps, graph=False)
+    if on_gpu:
+        found["limit, graph"] = limit(case, data, device, 10 * steps, graph=True)
+    found["loop fedavg"] = engine(case, data, device, "loop", "fedavg", few)
+    for method in ("fedavg", "adabest"):
+        found[f"vector {method}"] = engine(case, data, device, "vector", method, rounds)
+        if on_gpu and case.compiled:
+            found[f"compiled {method}"] = engine(case, data, device, "vector", method, rounds, compiled=True)
+    if name == "mlp":
+        found["10 runs in lockstep"] = lockstep(case, data, device, 10, max(1, rounds // 5), compiled=on_gpu)
+    if with_peers:
+        from peers import available
+
+        for peer, run in available().items():
+            found[peer] = run(case, data, device, max(2, few))
     return found
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Sample gradients per second.")
+    parser.add_argument("case", nargs="*", help=f"of {', '.join(CASES)}; all of them by default")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds")
+    parser.add_argument("--no-peers", action="store_true", help="leave other simulators out")
+    asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.processor() or 'CPU'}"
-    out = Path(__file__).parent / "results"
-    out.mkdir(exist_ok=True)
     results = {}
-    for name in sys.argv[1:] or CASES:
-        results[name] = measure(name, device)
-        shown = ", ".join(f"{key} {value:,.0f}" for key, value in results[name].items())
-        sys.stdout.write(f"{name}: {shown}\n")
-        sys.stdout.flush()
-    about = {"machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    (out / "throughput.json").write_text(json.dumps({**about, "samples_per_second": results}, indent=1))
+    heading(["workload", "what", "samples/s", "x plain loop"])
+    for name in asked.case or CASES:
+        results[name] = measure(name, device, asked.quick, not asked.no_peers)
+        for what, rate in results[name].items():
+            show([name, what, rate, f"{rate / results[name]['plain loop']:.1f}"])
+        save("throughput", device, results)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,9 @@ def compare(
     target: Annotated[
         float | None, typer.Option(help="Metric to reach.", show_default="95% of the baseline's mean")
     ] = None,
+    lockstep: Annotated[
+        bool, typer.Option("--lockstep/--one-by-one", help="Train runs of the same model as one cohort.")
+    ] = True,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the comparison.")] = Path("runs/compare"),
     overwrite: Overwrite = False,
     resume: Resume = False,
@@ -137,6 +140,7 @@ def compare(
         target=before["target"] if target is None else target,
         overwrite=overwrite,
         resume=resume,
+        lockstep=lockstep,
     )
     out.print(table(done))
     write_text(folder / "table.csv", csv_text(done))

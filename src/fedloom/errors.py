@@ -25,7 +25,14 @@ class ModelError(FedloomError):
 
 
 class RunError(FedloomError):
-    """A run folder or a checkpoint that can't be used."""
+    """A run folder or a checkpoint that can't be used, or a run that can't go on."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Was it memory that was missing, on a GPU or on the CPU?"""
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

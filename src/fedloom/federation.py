@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -342,5 +343,17 @@ def _count_classes(targets: dict[str, Tensor], classes: int | None) -> int | Non
     return found if classes is None else classes
 
 
+_MOVED: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
+
+
 def _cast(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return values.to(device, dtype if values.is_floating_point() else values.dtype)
+    """The same values there; runs that live at the same time share them."""
+    kind = dtype if values.is_floating_point() else values.dtype
+    if values.dtype == kind and values.device == device:
+        return values
+    key = (values.data_ptr(), values.shape, values.stride(), values.dtype, values._version, device, kind)
+    found = _MOVED.get(key)
+    if found is None:
+        found = _MOVED[key] = values.to(device, kind)
+        found.moved_from = values  # type: ignore[attr-defined]  # as long as it lives, nothing else has its address
+    return found

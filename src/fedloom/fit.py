@@ -30,6 +30,8 @@ def fit(
     patience: int | None = None,
     min_gain: float = 0.0,
     engine: str = "auto",
+    compile: bool | None = None,
+    max_memory: int | str | None = None,
     device: str | torch.device = "auto",
     precision: Precision = "auto",
     seed: int = 0,
@@ -52,6 +54,12 @@ def fit(
     `min_gain` of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
     `checkpoint_every` rounds and to `resume` from.
 
+    `engine` is "loop" (client by client), "vector" (the cohort as one matrix) or "auto", a fixed rule. `compile` says
+    whether a cohort's step is compiled; None does it where a run is long enough to gain from it. `max_memory` is how
+    many bytes of the device (or "8GB") cohorts and what clients remember may take, half each; None is half of what the
+    device has. A cohort that does not fit is trained in pieces, and what clients remember moves to the host and then
+    to the disk.
+
     >>> import torch, fedloom as fl
     >>> x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     >>> federation = fl.Federation.from_arrays([(x[:4], [0, 1, 0, 1]), (x[4:], [1, 1, 0, 0])])
@@ -73,6 +81,8 @@ def fit(
         patience=patience,
         min_gain=min_gain,
         engine=engine,
+        compile=compile,
+        max_memory=max_memory,
         device=device,
         precision=precision,
         seed=seed,

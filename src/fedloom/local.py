@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -102,24 +103,39 @@ class Local:
             return [*whole[:-1], np.arange(whole[-1][0], whole[-1][0] + size) % samples]
         return whole
 
-    def batches(self, samples: int, rng: Generator, limit: int | None = None) -> list[np.ndarray]:
-        """The client's batches, as positions among its own samples: for each epoch a fresh `rng.permutation`, cut
-        into pieces; a short last one is filled by `rng.integers` under `last_batch="bootstrap"`.
+    def batches(self, samples: int, rng: Generator, limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The client's batches: positions among its own samples, batch after batch, and the batches' lengths.
+
+        For each epoch a fresh `rng.permutation`, cut into pieces; a short last one is filled by `rng.integers` under
+        `last_batch="bootstrap"`.
         """
-        wanted = self.count_steps(samples)
-        if limit is not None:
-            wanted = min(wanted, limit)
+        lengths, epochs, whole, drawn = _lengths(self, samples, limit)
         if self.batch_size is None:
-            return [np.arange(samples)] * wanted
-        found: list[np.ndarray] = []
-        if not self.batches_per_epoch(samples):
-            raise ConfigError(f"{samples} samples give no batch of {self.batch_size} with last_batch='drop'")
-        while len(found) < wanted:
-            order = rng.permutation(samples)
-            for i in range(self.batches_per_epoch(samples)):
-                batch = order[i * self.batch_size : (i + 1) * self.batch_size]
-                short = self.batch_size - len(batch)
-                if short and self.last_batch == "bootstrap":
-                    batch = np.concatenate([batch, rng.integers(0, samples, short)])
-                found.append(batch)
-        return found[:wanted]
+            return np.tile(np.arange(samples), len(lengths)), lengths
+        parts = []
+        for _ in range(epochs):
+            parts.append(rng.permutation(samples)[:whole])
+            if drawn:
+                parts.append(rng.integers(0, samples, drawn))
+        order = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype=np.int64)])
+        return order[: lengths.sum()], lengths
+
+
+@lru_cache(maxsize=10_000)  # clients are many, their sizes few
+def _lengths(local: Local, samples: int, limit: int | None) -> tuple[np.ndarray, int, int, int]:
+    """Lengths of all batches; epochs begun; of an epoch, samples that are used and samples drawn beside them."""
+    wanted = local.count_steps(samples)
+    if limit is not None:
+        wanted = min(wanted, limit)
+    size = samples if local.batch_size is None else local.batch_size
+    per_epoch = local.batches_per_epoch(samples)
+    if not per_epoch:
+        raise ConfigError(f"{samples} samples give no batch of {size} with last_batch='drop'")
+    epoch = np.full(per_epoch, size)
+    short = max(per_epoch * size - samples, 0)
+    if local.last_batch == "keep":
+        epoch[-1] -= short
+    epochs = -(-wanted // per_epoch)
+    lengths = np.tile(epoch, epochs)[:wanted]
+    lengths.flags.writeable = False
+    return lengths, epochs, per_epoch * size, short if local.last_batch == "bootstrap" else 0

@@ -2,17 +2,104 @@
 
 Each value carries the number of the Work that wrote it, and older ones are kept: a Work reads the newest value that is
 older than itself, and a Work that is played again overwrites what it wrote the first time. So a server that resumes
-behind its clients does not apply a memory twice. When a round is over, the last two values are enough.
+behind its clients does not apply a memory twice. Once a round is over, the newest value is enough.
+
+Rows lie where there is room: on the device, then in the host's memory, then on disk.
 """
 
-from collections.abc import Mapping
+import os
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.errors import RunError
 from fedloom.stages import State
+
+CHUNK = 1 << 26  # bytes that are asked for at once, at most
+FIRST = 16  # rows of the first chunk; each next one doubles what there is
+
+
+@dataclass
+class Room:
+    """Bytes that are left for what clients remember, in each place."""
+
+    device: int = 1 << 62
+    host: int = 1 << 62
+    folder: Path | None = None  # for what fits into neither; None: that of temporary files
+
+    def chunk(self, rows: int, like: Tensor) -> Tensor:
+        """Memory for so many rows, in the nearest place where there is room."""
+        size = rows * max(like.numel(), 1) * like.element_size()
+        if size <= self.device:
+            self.device -= size
+            return torch.empty((rows, *like.shape), dtype=like.dtype, device=like.device)
+        if like.is_cuda and size <= self.host:
+            self.host -= size
+            return torch.empty((rows, *like.shape), dtype=like.dtype, pin_memory=True)
+        return self._on_disk(size, rows, like)
+
+    def _on_disk(self, size: int, rows: int, like: Tensor) -> Tensor:
+        """A file without a name: it is gone with the process, however that ends."""
+        try:
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix="fedloom-memory-") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # now, not in the middle of a write
+                flat = torch.from_file(file.name, shared=True, size=rows * max(like.numel(), 1), dtype=like.dtype)
+        except OSError as error:
+            raise RunError(
+                f"what clients remember needs {size / 1e9:.2f} GB more than memory holds, and the disk can't take it: "
+                f"{error}"
+            ) from None
+        return flat.reshape(rows, *like.shape)
+
+
+@dataclass
+class Slab:
+    """Many values of one kind, each in a slot; it grows by chunks, and a freed slot is used again."""
+
+    like: Tensor
+    room: Room
+    chunks: list[Tensor] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)  # first slot of each chunk
+
+    @property
+    def most(self) -> int:
+        """Rows of the largest chunk."""
+        return max(1, CHUNK // (max(self.like.numel(), 1) * self.like.element_size()))
+
+    def grow(self, begin: int, rows: int) -> None:
+        """New slots, from `begin` on."""
+        self.chunks.append(self.room.chunk(rows, self.like))
+        self.begins.append(begin)
+
+    def read(self, slots: Sequence[int]) -> Tensor:
+        """[K, ...] on the device; a slot below 0 reads as zero."""
+        found = self.like.new_zeros((len(slots), *self.like.shape))
+        for chunk, places, there in self._parts(slots):
+            values = chunk.index_select(0, there.to(chunk.device, non_blocking=True))
+            if len(places) == len(slots):
+                return values.to(found.device)
+            found[places.to(found.device, non_blocking=True)] = values.to(found.device)
+        return found
+
+    def write(self, slots: Sequence[int], values: Tensor) -> None:
+        for chunk, places, there in self._parts(slots):
+            own = values if len(places) == len(slots) else values[places.to(values.device, non_blocking=True)]
+            chunk.index_copy_(0, there.to(chunk.device, non_blocking=True), own.to(chunk))
+
+    def _parts(self, slots: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Chunk by chunk: places among the slots, and places in the chunk."""
+        wanted = np.asarray(slots, dtype=np.int64)
+        at = np.searchsorted(np.asarray(self.begins), wanted, side="right") - 1
+        for c in np.unique(at[wanted >= 0]).tolist():
+            places = np.flatnonzero(at == c)
+            yield self.chunks[c], torch.from_numpy(places), torch.from_numpy(wanted[places] - self.begins[c])
 
 
 @dataclass
@@ -21,47 +108,69 @@ class Memory:
 
     fields: Mapping[str, Literal["row", "scalar"]]
     like: Tensor  # [P] where rows live and of what kind
-    _kept: dict[int, list[tuple[int, State]]] = field(default_factory=dict)  # by client, oldest first
-    _written: set[int] = field(default_factory=set)  # clients that wrote since the last round ended
+    room: Room = field(default_factory=Room)
+    _slabs: dict[str, Slab] = field(init=False)
+    _slots: int = field(default=0, init=False)
+    _free: list[int] = field(default_factory=list, init=False)
+    _kept: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)  # by client: Works and slots
+    _written: set[int] = field(default_factory=set, init=False)  # clients that wrote since the last round ended
+
+    def __post_init__(self) -> None:
+        scalar = torch.zeros((), dtype=torch.float64)
+        self._slabs = {n: Slab(scalar if kind == "scalar" else self.like, self.room) for n, kind in self.fields.items()}
 
     def read(self, clients: Tensor, w: int) -> State:
         """[K, P] or [K] tensors: what each client knew before Work w."""
-        found = [self._before(client, w) for client in clients.tolist()]
-        return {name: _stack([known[name] for known in found], self._zero(name)) for name in self.fields}
+        slots = [self._before(client, w) for client in clients.tolist()]
+        return {name: slab.read(slots) for name, slab in self._slabs.items()}
 
     def write(self, clients: Tensor, w: int, values: State) -> None:
-        for k, client in enumerate(clients.tolist()):
-            older = [(v, known) for v, known in self._kept.get(client, []) if v < w]
-            self._kept[client] = [*older, (w, {name: values[name][k].clone() for name in self.fields})]
+        slots = []
+        for client in clients.tolist():
+            kept = self._kept.setdefault(client, [])
+            while kept and kept[-1][0] >= w:
+                self._free.append(kept.pop()[1])
+            kept.append((w, self._slot()))
+            slots.append(kept[-1][1])
             self._written.add(client)
+        for name, slab in self._slabs.items():
+            slab.write(slots, values[name])
 
     def settle(self) -> None:
-        """A round is over: nothing before the last two values will be asked for again."""
+        """A round is over: nothing before the newest value will be asked for again."""
         for client in self._written:
-            self._kept[client] = self._kept[client][-2:]
+            kept = self._kept[client]
+            self._free.extend(slot for _, slot in kept[:-1])
+            del kept[:-1]
         self._written.clear()
 
     def tensors(self) -> State:
         """Everything, as plain tensors: the inverse of `restore`."""
-        found = [(client, w, known) for client, kept in sorted(self._kept.items()) for w, known in kept]
-        stacked = {n: _stack([known[n] for _, _, known in found], self._zero(n)) for n in self.fields}
+        found = [(client, w, slot) for client, kept in sorted(self._kept.items()) for w, slot in kept]
         where = torch.tensor([(client, w) for client, w, _ in found], dtype=torch.int64).reshape(-1, 2)
-        return {"where": where, **{f"value.{name}": values for name, values in stacked.items()}}
+        slots = [slot for _, _, slot in found]
+        return {"where": where, **{f"value.{name}": slab.read(slots) for name, slab in self._slabs.items()}}
 
     def restore(self, tensors: State) -> None:
-        self._kept = {}
-        for i, (client, w) in enumerate(tensors["where"].tolist()):
-            known = {name: tensors[f"value.{name}"][i].to(self._zero(name)) for name in self.fields}
-            self._kept.setdefault(client, []).append((w, known))
+        self._free.extend(slot for kept in self._kept.values() for _, slot in kept)
+        self._kept, slots = {}, []
+        for client, w in tensors["where"].tolist():
+            slots.append(self._slot())
+            self._kept.setdefault(client, []).append((w, slots[-1]))
+        for name, slab in self._slabs.items():
+            slab.write(slots, tensors[f"value.{name}"])
 
-    def _before(self, client: int, w: int) -> State:
-        older = [known for v, known in self._kept.get(client, []) if v < w]
-        return older[-1] if older else {name: self._zero(name) for name in self.fields}
+    def _slot(self) -> int:
+        if not self._free:
+            rows = min(max(self._slots, FIRST), *(slab.most for slab in self._slabs.values()))
+            for slab in self._slabs.values():
+                slab.grow(self._slots, rows)
+            self._free.extend(reversed(range(self._slots, self._slots + rows)))
+            self._slots += rows
+        return self._free.pop()
 
-    def _zero(self, name: str) -> Tensor:
-        scalar = self.fields[name] == "scalar"
-        return torch.zeros((), dtype=torch.float64) if scalar else torch.zeros_like(self.like)
-
-
-def _stack(values: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(values) if values else like.new_empty((0, *like.shape))
+    def _before(self, client: int, w: int) -> int:
+        """The slot of what a client knew before Work w; -1: it knew nothing."""
+        kept = self._kept.get(client, [])
+        i = bisect_right(kept, (w - 1, 1 << 62))
+        return kept[i - 1][1] if i else -1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError, DataError
 from fedloom.keys import answer_rng
-from fedloom.memory import Memory
+from fedloom.memory import Memory, Room
 from fedloom.method import Part
 from fedloom.stages import Client, Info, Setup, State, Updates, Work
 
@@ -82,33 +82,42 @@ def _read_trace(path: Path) -> np.ndarray:
 class Population:
     """All clients of a simulation."""
 
-    def __init__(self, parts: Sequence[Part[Client]], setup: Setup, absence: Absence) -> None:
+    def __init__(self, parts: Sequence[Part[Client]], setup: Setup, absence: Absence, room: Room | None = None) -> None:
         self.parts = parts
         self.setup = setup
         self.absence = absence
-        self.memory = {p.key: Memory(p.stage.remembers, setup.start) for p in parts if p.stage.remembers}
+        room = room or Room()
+        self.memory = {p.key: Memory(p.stage.remembers, setup.start, room) for p in parts if p.stage.remembers}
+        self.known: tuple[Work, dict[str, State]] | None = None  # what was read for the Work that is out
 
     def prepare(self, work: Work) -> Work:
         """The part of a Work that is answered, with what the client stages add to the gradient."""
         work = self._present(work)
+        known = self._read(work)
         pull: Tensor | None = None
         drift: Tensor | None = None
         for part in self.parts:
-            correction = part.stage.begin(self._known(part, work), dict(work.sent[part.key]), self._info(work))
+            correction = part.stage.begin(dict(known[part.key]), dict(work.sent[part.key]), self._info(work))
             pull = _plus(pull, correction.pull)
             drift = _plus(drift, correction.drift)
-        return replace(work, pull=pull, drift=drift)
+        prepared = replace(work, pull=pull, drift=drift)
+        self.known = (prepared, known)
+        return prepared
 
     def finish(self, work: Work, updates: Updates) -> Updates:
         """Let each client remember, and add what it sends up; a client that diverged keeps what it knew."""
         good = updates.finite.nonzero().flatten()
+        everybody = len(good) == len(updates)
+        read = self.known[1] if self.known is not None and self.known[0] is work else self._read(work)
+        self.known = None
         up: dict[str, State] = {}
         for part in self.parts:
-            known = self._known(part, work)
+            known = read[part.key]
             memory, up[part.key] = part.stage.end(known, dict(work.sent[part.key]), self._info(work), updates)
             if part.stage.remembers and work.commit:
-                chosen = {name: values[good.to(values.device)] for name, values in memory.items()}
-                self.memory[part.key].write(work.clients[good], work.w, chosen)
+                if not everybody:
+                    memory = {name: values[good.to(values.device)] for name, values in memory.items()}
+                self.memory[part.key].write(work.clients[good], work.w, memory)
         return replace(updates, up=up)
 
     def _present(self, work: Work) -> Work:
@@ -118,8 +127,12 @@ class Population:
         there = [self.absence.answers(self.setup.seed, work.w, client, i) for client, i in asked]
         return work if all(there) else work.only(torch.tensor(there).nonzero().flatten())
 
-    def _known(self, part: Part[Client], work: Work) -> State:
-        return self.memory[part.key].read(work.clients, work.w) if part.key in self.memory else {}
+    def _read(self, work: Work) -> dict[str, State]:
+        """What each stage's clients remember."""
+        return {
+            part.key: self.memory[part.key].read(work.clients, work.w) if part.key in self.memory else {}
+            for part in self.parts
+        }
 
     def _info(self, work: Work) -> Info:
         return Info(work.w, work.clients, self.setup.sizes[work.clients], work.start, work.rates)

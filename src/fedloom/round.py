@@ -202,7 +202,7 @@ class _Desk:
         mass = updates.counts.double()
         if self.pipeline.weights == "samples":
             mass = mass * updates.samples
-        return replace(updates, weights=(mass / mass.sum()).to(self.setup.device))
+        return replace(updates, weights=(mass / mass.sum()).to(self.setup.device, non_blocking=True))
 
     def report(self) -> Metrics:
         found: Metrics = {}

@@ -4,6 +4,7 @@ Stages go through these operations, so that the matrix may lie on one device or 
 answer with sums.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fedloom.space import GroupBy, Space
+
+PART = 1 << 26  # numbers that an operation makes of the rows at once
 
 
 class Comparison(NamedTuple):
@@ -44,26 +47,29 @@ class Rows:
 
     def squares(self, by: GroupBy) -> Tensor:
         """Squared norm of each row in each group: [K, groups]."""
-        return self.space.groups(by).sums(self.matrix.square())
+        groups = self.space.groups(by)
+        return torch.cat([groups.sums(self.matrix[at].square()) for at in self._parts()])
 
     def beside_rest(self, total: Tensor, weights: Tensor, by: GroupBy) -> Comparison:
         """Each row beside the rest of a total, rest_k = total - weights_k row_k."""
         groups = self.space.groups(by)
         found = []
-        for row, weight in zip(self.matrix, weights.to(self.matrix), strict=True):
-            rest = total - weight * row  # formed, not expanded into products: those cancel
-            along, own, square = groups.sums(torch.stack([row * rest, row.square(), rest.square()]))
-            share = torch.where(square > 0, along / square, 0.0).to(row)
-            across = groups.sums((row - groups.spread(share) * rest).square())
+        for at in self._parts():
+            rows = self.matrix[at]
+            rest = total - weights[at].to(rows)[:, None] * rows  # formed, not expanded into products: those cancel
+            along, own, square = groups.sums(rows * rest), groups.sums(rows.square()), groups.sums(rest.square())
+            share = torch.where(square > 0, along / square, 0.0).to(rows)
+            across = groups.sums((rows - groups.spread(share) * rest).square_())
             found.append(torch.stack([along, own, square, across]))
-        return Comparison(*torch.stack(found, 1))
+        return Comparison(*torch.cat(found, 1))
 
     def blend(self, scale: Tensor, vector: Tensor, share: Tensor, by: GroupBy) -> "Rows":
         """scale_k times row k plus share_k times a vector; scale and share are [K, groups]."""
         groups = self.space.groups(by)
         matrix = torch.empty_like(self.matrix)
-        for k, row in enumerate(self.matrix):
-            matrix[k] = groups.spread(scale[k].to(row)) * row + groups.spread(share[k].to(row)) * vector
+        for at in self._parts():
+            torch.mul(groups.spread(scale[at].to(matrix)), self.matrix[at], out=matrix[at])
+            matrix[at].addcmul_(groups.spread(share[at].to(matrix)), vector.expand_as(matrix[at]))
         return replace(self, matrix=matrix)
 
     def scaled(self, scale: Tensor) -> "Rows":
@@ -76,11 +82,18 @@ class Rows:
 
     def distances(self, point: Tensor, norm: int = 2) -> Tensor:
         """How far each row is from a point: [K], in float64."""
-        return torch.stack([torch.linalg.vector_norm((row - point).double(), norm) for row in self.matrix])
+        far = [torch.linalg.vector_norm((self.matrix[at] - point).double(), norm, dim=1) for at in self._parts()]
+        return torch.cat(far)
 
     def pairwise_squares(self) -> Tensor:
         """Squared distances between all pairs of rows: [K, K], in float64."""
         return torch.stack([(self.matrix - row).double().square().sum(1) for row in self.matrix])
+
+    def _parts(self) -> Iterator[slice]:
+        """All rows, a few at a time: what is made of them must fit into memory beside them."""
+        some = max(1, PART // max(self.matrix.shape[1], 1))
+        for i in range(0, len(self.matrix), some):
+            yield slice(i, i + some)
 
     def select(self, keep: Tensor) -> "Rows":
         """The rows at these positions, in this order."""

@@ -1,18 +1,20 @@
 """A run, put together: everything that `fit` needs to play rounds, checked before the first one."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.engines.choose import Engine, choose_engine
-from fedloom.errors import ConfigError
+from fedloom.engines.choose import Engine, Wishes, choose_engine, device_memory
+from fedloom.errors import ConfigError, RunError, out_of_memory
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
 from fedloom.keys import check_seed
 from fedloom.local import Local
+from fedloom.memory import Room
 from fedloom.method import Method, Pipeline
 from fedloom.population import Absence, Availability, Population
 from fedloom.round import Outcome, RunState, Traffic, begin_run, play_round
@@ -20,7 +22,36 @@ from fedloom.space import average_buffers, buffers_of
 from fedloom.stages import Setup, Updates, Work
 from fedloom.task import Loss, Precision, Task, check_fit
 
+CPU = torch.device("cpu")
+Returned = TypeVar("Returned")
+Playing = Generator[Work, Updates, Returned]
 ONE_THREAD_BELOW = 20_000_000  # parameters x batch: below, a step is too short to be shared among threads
+
+
+def drive(playing: Playing[Returned], train: Callable[[Work], Updates]) -> Returned:
+    """Train whatever is asked for, to the end."""
+    updates: Any = None  # nothing is sent before the first Work
+    while True:
+        try:
+            work = playing.send(updates)
+        except StopIteration as end:
+            returned: Returned = end.value
+            return returned
+        updates = train(work)
+
+
+@contextmanager
+def guarded(device: torch.device) -> Iterator[None]:
+    """A device whose memory does not hold even one client is a matter of settings, not a fault."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise RunError(
+            f"a single client's training does not fit into the memory of {device} ({str(error).partition('.')[0]}); "
+            "choose a smaller batch_size or model, or another device"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -47,7 +78,8 @@ class Simulation:
         local: Local,
         loss: str | Loss | None,
         metric: str | Score,
-        engine: str,
+        rounds: int,
+        wishes: Wishes,
         device: str | torch.device,
         precision: Precision,
         seed: int,
@@ -78,30 +110,37 @@ class Simulation:
             setup,
             task,
             moved,
-            choose_engine(engine, task, moved, setup),
-            Population(pipeline.clients, setup, absence),
+            choose_engine(wishes, task, moved, setup, rounds),
+            Population(pipeline.clients, setup, absence, Room(wishes.budget(place), device_memory(CPU) // 4)),
             Evaluator(task, moved.preparation, name, score),
         )
 
     def begin(self) -> RunState:
         return begin_run(self.pipeline, self.setup, buffers_of(self.task.model))
 
-    def play(self, state: RunState, watch: Callable[[Work], None] = lambda work: None) -> Outcome:
-        """One round, trained by this simulation's own engine; `watch` sees every Work before it is trained."""
+    def works(self, state: RunState, watch: Callable[[Work], None] = lambda work: None) -> Playing[Outcome]:
+        """One round: it yields every Work as the clients see it, and is sent what they trained. `watch` sees it before
+        that.
+        """
         playing = play_round(self.pipeline, self.setup, state)
         work = next(playing)
         while True:
             watch(work)
+            prepared = self.population.prepare(work)
+            updates = self.population.finish(prepared, (yield prepared))
             try:
-                work = playing.send(self.answer(work))
+                work = playing.send(updates)
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
 
-    def answer(self, work: Work) -> Updates:
-        """What the clients of a Work send back."""
-        prepared = self.population.prepare(work)
-        return self.population.finish(prepared, self.engine.train(prepared))
+    def play(self, state: RunState) -> Outcome:
+        """One round, trained by this simulation's own engine."""
+        return drive(self.works(state), self.train)
+
+    def train(self, work: Work) -> Updates:
+        with guarded(self.setup.device):
+            return self.engine.train(work)
 
     def deployed(self, state: RunState) -> Tensor:
         """The model that users get [P]."""

@@ -28,12 +28,19 @@ class Groups:
         """[..., P] -> [..., groups]: the sum over each group, in float64."""
         by_tensor = [piece.sum(-1, dtype=torch.float64) for piece in torch.split(values, list(self.sizes), -1)]
         total = values.new_zeros((*values.shape[:-1], len(self)), dtype=torch.float64)
-        return total.index_add_(-1, torch.tensor(self.owner, device=values.device), torch.stack(by_tensor, -1))
+        return total.index_add_(-1, _on(self.owner, values.device), torch.stack(by_tensor, -1))
 
     def spread(self, values: Tensor) -> Tensor:
         """[..., groups] -> [..., P]: each group's value at all of its places."""
-        chosen = values[..., list(self.owner)]
-        return chosen.repeat_interleave(torch.tensor(self.sizes, device=values.device), -1)
+        if len(self) == 1:
+            return values.expand(*values.shape[:-1], sum(self.sizes))
+        chosen = values.index_select(-1, _on(self.owner, values.device))
+        return chosen.repeat_interleave(_on(self.sizes, values.device), -1, output_size=sum(self.sizes))
+
+
+@cache
+def _on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 @dataclass(frozen=True)

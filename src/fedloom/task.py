@@ -4,11 +4,11 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedloom.errors import ConfigError, ModelError, nearest
@@ -70,11 +70,35 @@ class Task:
     def outputs(self, flat: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
         """The model's outputs under these parameters [P]; batch-norm statistics in `buffers` are updated in place."""
         state = {**self.space.split(flat), **buffers}
-        with self._autocast(flat.device):
-            outputs: Tensor = functional_call(self.model, state, (x,))
-        for name in buffers:  # a module may have replaced a buffer instead of writing into it
-            buffers[name] = state[name]
+        kept = [(place, key, place[key]) for name in state for place, key in self._places[name]]
+        try:
+            for name, value in state.items():
+                for place, key in self._places[name]:
+                    place[key] = value
+            with self._autocast(flat.device):
+                outputs: Tensor = self.model(x)
+            for name in buffers:  # a module may have replaced a buffer instead of writing into it
+                place, key = self._places[name][0]
+                buffers[name] = place[key]
+        finally:
+            for place, key, value in kept:
+                place[key] = value
         return outputs.to(flat.dtype) if outputs.is_floating_point() else outputs
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[dict[str, Any], str]]]:
+        """Where the modules keep each tensor, tied ones in several places. Found once: `torch.func.functional_call`
+        looks for them in every step, which takes longer than a small step itself.
+        """
+        names: dict[int, str] = {}
+        places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for kept in (module._parameters, module._buffers):
+                for key, tensor in kept.items():
+                    if tensor is not None:
+                        name = names.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                        places.setdefault(name, []).append((kept, key))
+        return places
 
     def losses(self, flat: Tensor, buffers: Buffers, x: Tensor, y: Tensor) -> Tensor:
         """One loss per sample [B]."""

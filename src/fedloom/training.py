@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import checkpoint as checkpoints
+from fedloom.engines.choose import Wishes, bytes_of
 from fedloom.errors import ConfigError, RunError
 from fedloom.federation import Federation
 from fedloom.local import Local, plain
 from fedloom.method import Method
 from fedloom.round import Outcome
-from fedloom.simulation import Simulation
+from fedloom.simulation import Playing, Simulation, drive
 from fedloom.space import Buffers
 from fedloom.stages import Updates, Work
 
@@ -128,6 +129,9 @@ class Training:
         checkpoint: str | Path | None = None,
         checkpoint_every: int = 10,
         resume: bool = False,
+        engine: str = "auto",
+        compile: bool | None = None,
+        max_memory: int | str | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(federation, Federation):
@@ -154,35 +158,51 @@ class Training:
         self.folder = None if checkpoint is None else Path(checkpoint)
         if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
             raise RunError(f"checkpoint={str(checkpoint)!r} is a file; name a folder")
-        self.simulation = Simulation.of(model, federation, Method(method), **settings)
+        wishes = Wishes(engine, plain(compile), bytes_of(max_memory))
+        self.simulation = Simulation.of(model, federation, Method(method), rounds=rounds, wishes=wishes, **settings)
         self.state = self.simulation.begin()
         self.history: list[dict[str, Any]] = []
+        self.trained = 0.0  # seconds that the clients of this round trained
         self.resumed = resume
         if resume:
             self.resume()
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Result:
-        """Play the rounds that are left."""
+        """Play the rounds that are left, with the engine of this run."""
+        with self.simulation.numerics():
+            try:
+                return drive(self.works(callbacks), self._train)
+            except KeyboardInterrupt:
+                self.save()
+                raise
+
+    def _train(self, work: Work) -> Updates:
+        began = time.perf_counter()
+        updates = self.simulation.train(work)
+        self.trained += time.perf_counter() - began
+        return updates
+
+    def works(self, callbacks: Sequence[Callback] = ()) -> Playing[Result]:
+        """The rounds that are left: it yields Works, and is sent what was trained. Whoever trains adds the time that it
+        took to `trained`.
+        """
         if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
             raise ConfigError("callbacks must be a list of functions of one fl.Event")
         if not self.resumed and self.folder is not None and checkpoints.exist(self.folder):
             raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
         for remark in self.simulation.method.remarks:
             LOG.warning(remark)
-        stopped = "rounds"
-        with self.simulation.numerics():
-            if self.best.tired:
+        stopped = "patience" if self.best.tired else "rounds"
+        while self.state.round < self.rounds and stopped == "rounds":
+            number = self.state.round + 1
+            last = number == self.rounds
+            outcome = yield from self._round(evaluate=last or number % self.eval_every == 0)
+            if self._call(callbacks, outcome):
+                stopped = "callback"
+            elif self.best.tired:
                 stopped = "patience"
-            while self.state.round < self.rounds and stopped == "rounds":
-                number = self.state.round + 1
-                last = number == self.rounds
-                outcome = self.round(evaluate=last or number % self.eval_every == 0)
-                if self._call(callbacks, outcome):
-                    stopped = "callback"
-                elif self.best.tired:
-                    stopped = "patience"
-                if stopped != "rounds" or last or number % self.checkpoint_every == 0:
-                    self.save()
+            if stopped != "rounds" or last or number % self.checkpoint_every == 0:
+                self.save()
         return Result(self.state.theta, self.model(), self.history, stopped)
 
     def _call(self, callbacks: Sequence[Callback], outcome: Outcome) -> bool:
@@ -194,21 +214,34 @@ class Training:
         return any(answer is STOP for answer in answers)
 
     def round(self, evaluate: bool) -> Outcome:
+        """One round, with the engine of this run."""
+        return drive(self._round(evaluate), self._train)
+
+    def _round(self, evaluate: bool) -> Playing[Outcome]:
         """Play one round and add its line to the history."""
-        began = time.perf_counter()
+        self.trained = 0.0
         self.between: dict[str, list[float]] = {}
-        try:
-            outcome = self.simulation.play(self.state, self._between if evaluate and self.eval_between else _ignore)
-            measured = self.simulation.evaluate(outcome.state) if evaluate else {}
-        except KeyboardInterrupt:
-            self.save()
-            raise
+        began = time.perf_counter()
+        playing = self.simulation.works(self.state, self._between if evaluate and self.eval_between else _ignore)
+        work, waited = next(playing), 0.0
+        while True:
+            paused = time.perf_counter()
+            updates = yield work
+            waited += time.perf_counter() - paused
+            try:
+                work = playing.send(updates)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                break
+        measured = self.simulation.evaluate(outcome.state) if evaluate else {}
         self.state = outcome.state
         self.simulation.population.settle()
-        self.history.append(self._row(outcome, measured, time.perf_counter() - began))
+        self.history.append(self._row(outcome, measured, time.perf_counter() - began - waited + self.trained))
         for client in outcome.traffic.diverged:
             LOG.warning("round %d: client %d diverged (loss or update not finite); left out", self.state.round, client)
-        if outcome.record is not None and not bool(torch.isfinite(self.state.theta).all()):
+        # Asking the device for it in every round would stop it; a round in which nobody trained has time for it.
+        asked = evaluate or outcome.record is None
+        if asked and not bool(torch.isfinite(self.state.theta).all()):
             LOG.warning("round %d: the model is no longer finite; lower a learning rate", self.state.round)
         if outcome.record is None:
             LOG.warning("round %d: no usable update came back; the model stays as it was", self.state.round)

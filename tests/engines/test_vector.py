@@ -259,7 +259,6 @@ def test_a_cohort_that_does_not_fit_is_trained_in_pieces(monkeypatch: pytest.Mon
         run(self, cohort, planned)
 
     monkeypatch.setattr(Vector, "_play", watched)
-    monkeypatch.setattr(choose, "_rows_that_fit", lambda setup: 2)
-    loop, vector = both(dense(), federation(), "scaffold", clients_per_round=7)
+    loop, vector = both(dense(), federation(), "scaffold", clients_per_round=7, max_memory="40kB")
     assert max(seen) == 2
     assert apart(vector.params, loop.params) < 1e-9

@@ -47,6 +47,11 @@ class Source:
         return [(self.plain.name, self.plain)] if self.plain else list(self.published.items())
 
 
+def cache_folder() -> Path:
+    """Where Fedloom keeps what it can make again."""
+    return Path(os.environ.get(CACHE) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom")
+
+
 @dataclass(frozen=True)
 class Files:
     """The folders that are searched."""
@@ -59,8 +64,7 @@ class Files:
         given = data_dir or os.environ.get(FOLDER) or None
         if data_dir and not Path(data_dir).is_dir():
             raise DataError(f"the data folder {data_dir} does not exist")
-        cache = os.environ.get(CACHE) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom"
-        return cls(Path(given) if given else None, Path(cache))
+        return cls(Path(given) if given else None, cache_folder())
 
     def local(self, name: str) -> Path | None:
         """A file or folder of that name in the user's folder or among the downloads."""

@@ -1,7 +1,9 @@
-"""Which engine trains a run: a fixed rule, decided before the first round and written into the run's config."""
+"""Which engine trains a run, and how: a fixed rule, decided before the first round, written into the run's config."""
 
 import logging
 import os
+import re
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from fedloom.engines.loop import Loop
 from fedloom.engines.threads import Threads, draws_itself
-from fedloom.engines.vector import Vector, mixes_samples, refusal
+from fedloom.engines.vector import Vector, mixes_samples, trial
 from fedloom.errors import ConfigError, nearest
 from fedloom.federation import Federation
 from fedloom.models.recurrent import LSTMLayer
@@ -23,6 +25,12 @@ VECTOR_BELOW = 30_000  # parameters: on a CPU one matrix pays only where a step 
 SHARED_FROM = 4_000_000  # rows x batch x parameters of a step: below, threads wait for each other
 MATRICES = 12  # of [K, P] that a step may hold at once
 
+# What compiling costs and saves on an H200, in seconds (benchmarks/README.md says how it was measured).
+COMPILE = 6.0
+COMPILE_PER_TENSOR = 0.5
+SAVED_PER_TENSOR = 8e-6  # in a step
+SAVED_PER_BYTE = 1.3e-12  # of activations, four passes of which are saved at 3 TB/s
+
 
 class Engine(Protocol):
     """Trains every client of a Work from its start, by the one local step."""
@@ -30,22 +38,85 @@ class Engine(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def compile(self) -> bool: ...
+
     def train(self, work: Work) -> Updates: ...
 
 
-def choose_engine(name: str, task: Task, federation: Federation, setup: Setup) -> Engine:
-    if name not in ENGINES:
-        raise ConfigError(f"unknown engine {name!r}: {nearest(str(name), ENGINES)}")
+def bytes_of(size: int | str | None) -> int | None:
+    """A number of bytes, or a text such as "500MB" or "1.5 GB".
+
+    >>> bytes_of("1.5 GB")
+    1500000000
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", str(size)) if isinstance(size, str) else None
+    count = int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " ")) if found else 0
+    if count < 1:
+        raise ConfigError(f"max_memory must be a number of bytes, or a text such as '8GB', not {size!r}")
+    return count
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user may say about how cohorts are trained."""
+
+    engine: str = "auto"
+    compile: bool | None = None  # None: by the rule
+    max_memory: int | None = None  # bytes of the device for cohorts and what clients remember; None: half of all
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(f"unknown engine {self.engine!r}: {nearest(str(self.engine), ENGINES)}")
+        if not isinstance(self.compile, bool | None):
+            raise ConfigError(f"compile must be True, False or None, not {self.compile!r}")
+
+    def budget(self, device: torch.device) -> int:
+        """Bytes for cohorts; as many again for what clients remember. Of all memory, not of what is free at the moment,
+        so that the same run is cut into the same pieces.
+        """
+        return (self.max_memory or device_memory(device) // 2) // 2
+
+
+def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int) -> Engine:
+    name = wishes.engine
     chosen = ("vector" if vector_wins(task.model, setup) else "loop") if name == "auto" else name
     if chosen == "vector":
-        why = refusal(task, federation, setup)
-        if not why:
-            mixes = mixes_samples(task, federation)
-            graphs = setup.device.type == "cuda"
-            return _on_cores(Vector(task, federation, setup, mixes, graphs, _rows_that_fit(setup)))
+        tried = trial(task, federation, setup)
+        if not tried.why_not:
+            batch = _batch(setup)
+            row = MATRICES * setup.space.size * setup.space.dtype.itemsize + batch * tried.activations * 3 // 2
+            wanted = wishes.compile
+            return _on_cores(
+                Vector(
+                    task,
+                    federation,
+                    setup,
+                    mixes=mixes_samples(task, federation),
+                    graphs=setup.device.type == "cuda",
+                    compile=worth_compiling(setup, rounds, tried.activations) if wanted is None else wanted,
+                    together=max(1, wishes.budget(setup.device) // row),
+                )
+            )
         if name == "vector":
-            LOG.warning("engine=vector: %s; clients are trained one after the other instead (engine=loop)", why)
+            LOG.warning("engine=vector: %s; clients are trained one after the other instead", tried.why_not)
     return _on_cores(Loop(task, federation, setup))
+
+
+def worth_compiling(setup: Setup, rounds: int, activations: int) -> bool:
+    """Will a run save at least twice what compiling costs? Only on a GPU: a CPU's step is as long as its arithmetic."""
+    if setup.device.type != "cuda":
+        return False
+    steps = rounds * setup.local.count_steps(int(setup.sizes.median()))
+    tensors = len(setup.space.names)
+    saved = tensors * SAVED_PER_TENSOR + setup.per_round * _batch(setup) * activations * SAVED_PER_BYTE
+    return steps * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
+
+
+def _batch(setup: Setup) -> int:
+    return setup.local.batch_size or int(setup.sizes.max())
 
 
 def _on_cores(engine: Loop | Vector) -> Engine:
@@ -57,21 +128,16 @@ def _on_cores(engine: Loop | Vector) -> Engine:
     if setup.device.type != "cpu" or cores < 2:
         return engine
     rows = setup.per_round // cores if isinstance(engine, Vector) else 1
-    batch = setup.local.batch_size or int(setup.sizes.max())
-    if rows * batch * setup.space.size < SHARED_FROM or draws_itself(engine.task, engine.federation):
+    if rows * _batch(setup) * setup.space.size < SHARED_FROM or draws_itself(engine.task, engine.federation):
         return engine
     return Threads.of(engine, cores)
 
 
-def _rows_that_fit(setup: Setup) -> int:
-    """A quarter of the memory for matrices: the cohort, its start, gradients, moments, corrections. Of all memory, not
-    of what is free at the moment, so that the same run is cut into the same pieces.
-    """
-    if setup.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(setup.device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, int(memory) // 4 // (MATRICES * setup.space.size * setup.space.dtype.itemsize))
+def device_memory(device: torch.device) -> int:
+    """All memory of a GPU, or of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def vector_wins(model: nn.Module, setup: Setup) -> bool:

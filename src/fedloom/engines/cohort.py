@@ -1,6 +1,9 @@
 """A cohort on its way through its local steps: one matrix, and all that belongs to its rows, changed in place."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,12 +11,47 @@ from torch import Tensor
 
 from fedloom.engines.plan import Plan
 from fedloom.engines.step import Optimizer, corrected
+from fedloom.local import Local
 from fedloom.space import Buffers
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the clients of one or several Works are asked, a row each."""
+
+    start: Tensor  # [K, P]
+    buffers: Buffers  # [K, ...]
+    rates: np.ndarray  # [S, K]
+    pull: Tensor | None  # [K, 1]
+    drift: Tensor | None  # [K, P]
+    keys: Tensor | None  # [K, 2]
+    raw: bool  # is the sum of the uncorrected gradients wanted?
+
+    def only(self, places: np.ndarray) -> "Asked":
+        """Some of the rows, in that order."""
+        if len(places) == len(self.start) and (np.diff(places) == 1).all():
+            return self
+        there = upload(places, self.start.device)
+
+        def pick(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[there]
+
+        return replace(
+            self,
+            start=self.start[there],
+            buffers={name: values[there] for name, values in self.buffers.items()},
+            rates=self.rates[:, places],
+            pull=pick(self.pull),
+            drift=pick(self.drift),
+            keys=pick(self.keys),
+        )
 
 
 @dataclass
 class Cohort:
-    """K rows. Everything keeps its place in memory from Work to Work, so that a recorded step can be played again."""
+    """Memory for K rows, S steps and batches of B samples. It stays in place from Work to Work, so that a recorded
+    step can be played again; a smaller Work fills the first rows.
+    """
 
     x: Tensor  # [K, P]
     start: Tensor  # [K, P]
@@ -28,35 +66,102 @@ class Cohort:
     drift: Tensor | None = None  # [K, P]
     raw: Tensor | None = None  # [K, P] sum of the gradients before any correction
     keys: Tensor | None = None  # [K, 2]
-    recorded: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = field(default_factory=dict)  # by rows and batch
+    recorded: dict[tuple[int, int, bool], Any] = field(default_factory=dict)  # steps, by rows, batch and fullness
 
-    def tensors(self) -> list[Tensor | None]:
+    @classmethod
+    def of(cls, local: Local, like: Asked, rows: int, steps: int, width: int) -> "Cohort":
+        """Empty memory for cohorts like this one."""
+        one = like.start
+
+        def empty(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.new_zeros((rows, *values.shape[1:]))
+
+        x = one.new_zeros((rows, one.shape[1]))
+        zeros = partial(torch.zeros, dtype=torch.int64, device=one.device)
+        return cls(
+            x=x,
+            start=torch.zeros_like(x),
+            buffers={name: values.new_zeros((rows, *values.shape[1:])) for name, values in like.buffers.items()},
+            total=one.new_zeros(rows),
+            step=zeros(()),
+            samples=zeros((steps, rows, width)),
+            lengths=zeros((steps, rows)),
+            rates=one.new_zeros((steps, rows)),
+            optimizer=Optimizer.of(local, x, torch.zeros((), dtype=torch.float64, device=one.device)),
+            pull=empty(like.pull),
+            drift=empty(like.drift),
+            raw=torch.zeros_like(x) if like.raw else None,
+            keys=empty(like.keys),
+        )
+
+    @property
+    def room(self) -> tuple[int, int, int]:
+        """Steps, rows and the width of a batch."""
+        steps, rows, width = self.samples.shape
+        return steps, rows, width
+
+    def holds(self, asked: Asked, plan: Plan, width: int) -> bool:
+        """Is there room for this cohort, and a place for all that it has?"""
+        steps, rows, widest = self.room
+        alike = [(self.pull, asked.pull), (self.drift, asked.drift), (self.keys, asked.keys)]
+        return (
+            len(plan.samples) <= steps
+            and len(plan.order) <= rows
+            and width == widest
+            and all((mine is None) == (theirs is None) for mine, theirs in alike)
+            and (self.raw is not None) == asked.raw
+        )
+
+    def fill(self, asked: Asked, plan: Plan) -> None:
+        """A cohort, in the plan's order, before its first step."""
+        steps, n, width = plan.samples.shape
+        device = self.x.device
+        self.x[:n] = asked.start
+        self.start[:n] = asked.start
+        for name, values in asked.buffers.items():
+            self.buffers[name][:n] = values
+        for mine, theirs in ((self.pull, asked.pull), (self.drift, asked.drift), (self.keys, asked.keys)):
+            if mine is not None and theirs is not None:
+                mine[:n] = theirs
+        for tensor in (self.total, self.step, self.raw):
+            if tensor is not None:
+                tensor.zero_()
+        self.samples[:steps, :n, :width] = upload(plan.samples, device)
+        self.lengths[:steps, n:] = 0
+        self.lengths[:steps, :n] = upload(plan.lengths, device)
+        self.rates[:steps, n:] = 0
+        rates = asked.rates[:steps].astype(np.float32 if self.rates.dtype == torch.float32 else np.float64)
+        self.rates[:steps, :n] = upload(rates * (plan.lengths > 0), device)
+        self.optimizer.reset()
+
+    def changed(self) -> list[Tensor]:
         """All that a step changes."""
         steps = self.optimizer.steps if isinstance(self.optimizer.steps, Tensor) else None
         moments = [self.optimizer.first, self.optimizer.second]
-        return [self.x, self.total, self.step, self.raw, steps, *moments, *self.buffers.values()]
+        found = [self.x, self.total, self.step, self.raw, steps, *moments, *self.buffers.values()]
+        return [tensor for tensor in found if tensor is not None]
 
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Cohorts of one shape may use each other's memory."""
-        optional = (self.pull, self.drift, self.raw, self.keys)
-        return (*self.x.shape, self.samples.shape[2], *(tensor is None for tensor in optional))
+    def tensors(self) -> list[Tensor]:
+        """All that a step reads or changes; `over` is the way back."""
+        given = (self.start, self.samples, self.lengths, self.rates, self.pull, self.drift, self.keys)
+        return [*self.changed(), *(tensor for tensor in given if tensor is not None)]
 
-    def take_over(self, other: "Cohort") -> bool:
-        """Another cohort's content into this one's memory; False where it does not fit."""
-        steps = len(other.samples)
-        if self.shape != other.shape or steps > len(self.samples):
-            return False
-        for name in ("x", "start", "total", "step", "pull", "drift", "raw", "keys"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine is not None:
-                mine.copy_(theirs)
-        for name, values in other.buffers.items():
-            self.buffers[name].copy_(values)
-        for name in ("samples", "lengths", "rates"):
-            getattr(self, name)[:steps].copy_(getattr(other, name))
-        self.optimizer.reset()
-        return True
+    def over(self, tensors: Sequence[Tensor]) -> "Cohort":
+        """The same cohort over other memory."""
+        place = {id(mine): other for mine, other in zip(self.tensors(), tensors, strict=True)}
+
+        def moved(owner: Any) -> dict[str, Any]:
+            values = {f.name: getattr(owner, f.name) for f in fields(owner)}
+            return {name: place[id(value)] for name, value in values.items() if id(value) in place}
+
+        buffers = {name: place[id(values)] for name, values in self.buffers.items()}
+        return replace(
+            self,
+            **moved(self),
+            buffers=buffers,
+            optimizer=replace(self.optimizer, **moved(self.optimizer)),
+            recorded={},
+        )
 
     def update(self, gradient: Tensor, lost: Tensor, rates: Tensor) -> None:
         """One step of the first rows, by their gradients [n, P]; a rate of 0 leaves a row where it is."""
@@ -73,18 +178,11 @@ class Cohort:
             None if self.drift is None else self.drift[:n],
             self.optimizer.local.clip_norm,
         )
-        x.copy_(self.optimizer.step(x, used, rates[:, None]))
+        self.optimizer.step(x, used, rates[:, None])
         self.step += 1
 
 
-def lay_out(plan: Plan, rates: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples [S, K, B], lengths [S, K], rates [S, K] on a device; `rates` are [S], or [K, S] in the plan's order."""
-    steps = len(plan.samples)
-    lengths = torch.from_numpy(plan.lengths).to(device)
-    own = rates.T if rates.dim() == 2 else rates[:, None]
-    table = own[:steps].to(device, dtype).expand(steps, len(plan.steps)) * (lengths > 0)
-    return torch.from_numpy(plan.samples).to(device), lengths, table
-
-
-def widths(plan: Plan, s: int, n: int) -> set[int]:
-    return set(np.unique(plan.lengths[s, :n]).tolist())
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """An array on a device; a GPU gets it without being waited for."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.dropout import keyed
-from fedloom.engines.plan import batches_of, keys_of, ordered_batches_of
+from fedloom.engines.plan import Batches, batches_of, keys_of, ordered_batches_of
 from fedloom.engines.step import Optimizer, corrected
 from fedloom.federation import Federation
 from fedloom.keys import module_seed
@@ -26,6 +26,7 @@ class Loop:
     federation: Federation  # on the device
     setup: Setup
     name: str = "loop"
+    compile: bool = False
 
     def train(self, work: Work) -> Updates:
         self.task.model.train()
@@ -33,8 +34,8 @@ class Loop:
         keys = keys_of(self.setup, self.federation, self.task.model, work)
         runs = []
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
-            for k in range(len(work)):
-                run = self._client(work, k, None if keys is None else keys[k])
+            for k, batches in enumerate(batches_of(self.setup, self.federation, work)):
+                run = self._client(work, k, batches, None if keys is None else keys[k])
                 rows[k] = run.start - run.end
                 runs.append(run)
         buffers = {n: _stack([run.buffers[n] for run in runs], b) for n, b in work.buffers.items()}
@@ -47,7 +48,7 @@ class Loop:
             extra["step_norm"] = step_norms(self.setup.local, work, steps)
         return answer(work, self.setup, rows, buffers, losses, steps, extra)
 
-    def _client(self, work: Work, k: int, key: Tensor | None) -> "_Run":
+    def _client(self, work: Work, k: int, planned: Batches, key: Tensor | None) -> "_Run":
         local = self.setup.local
         own = work.start.dim() == 2
         start = work.start[k] if own else work.start
@@ -55,10 +56,10 @@ class Loop:
         rates = (work.rates[k] if work.rates.dim() == 2 else work.rates).tolist()
         pull = None if work.pull is None else float(work.pull[k])
         drift = None if work.drift is None else work.drift[k]
-        batches = batches_of(self.setup, self.federation, work, k)
+        batches = planned.cut()
         _seed(start.device, module_seed(self.setup.seed, work.w, int(work.clients[k]), int(work.occurrence[k])))
 
-        x, optimizer = start, Optimizer.of(local, start)
+        x, optimizer = start.clone(), Optimizer.of(local, start)
         total, seen = start.new_zeros(()), 0
         gradients = torch.zeros_like(start) if "mean_gradient" in work.wants else None
         for step, (rate, batch) in enumerate(zip(rates, batches, strict=False)):
@@ -66,7 +67,7 @@ class Loop:
             gradient, losses = self._gradient(x, buffers, batch, draws, key, step)
             if gradients is not None:
                 gradients += gradient
-            x = optimizer.step(x, corrected(gradient, x, start, pull, drift, local.clip_norm), rate)
+            optimizer.step(x, corrected(gradient, x, start, pull, drift, local.clip_norm), rate)
             total, seen = total + losses.sum(), seen + len(losses)
         extra: State = {}
         if gradients is not None:
@@ -79,7 +80,7 @@ class Loop:
         """Mean over the client's batches, in stored order, of the squared norm of the gradient at x."""
         untouched = {name: buffer.clone() for name, buffer in buffers.items()}
         squares = []
-        for step, batch in enumerate(ordered_batches_of(self.setup, self.federation, client)):
+        for step, batch in enumerate(ordered_batches_of(self.setup, self.federation, client).cut()):
             gradient, _ = self._gradient(x, untouched, batch, None, key, step)
             squares.append(gradient.double().square().sum())
         return torch.stack(squares).mean()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,34 +32,59 @@ class Plan:
         return int(np.searchsorted(-self.steps, -s, side="left"))
 
 
-def batches_of(setup: Setup, federation: Federation, work: Work, k: int) -> list[np.ndarray]:
-    """The batches of the k-th client of a Work, as positions in the federation."""
-    client = int(work.clients[k])
-    rng = client_rng(setup.seed, work.w, client, int(work.occurrence[k]))
-    begin, end = federation.offsets[client : client + 2].tolist()
-    mine = federation.index[begin:end].numpy()
-    return [mine[batch] for batch in setup.local.batches(end - begin, rng, work.max_steps)]
+class Batches(NamedTuple):
+    """One client's batches."""
+
+    samples: np.ndarray  # positions in the federation, batch after batch
+    lengths: np.ndarray  # of the batches
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest: only the last of an epoch may be shorter than the first."""
+        return int(self.lengths[0]) if len(self.lengths) else 0
+
+    def cut(self) -> list[np.ndarray]:
+        return np.split(self.samples, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
 
-def ordered_batches_of(setup: Setup, federation: Federation, client: int) -> list[np.ndarray]:
+def batches_of(setup: Setup, federation: Federation, work: Work) -> list[Batches]:
+    """The batches of each client of a Work."""
+    index = federation.index.numpy()
+    clients, occurrence = work.clients.tolist(), work.occurrence.tolist()
+    begins, ends = federation.offsets[work.clients].tolist(), federation.offsets[work.clients + 1].tolist()
+    found = []
+    for client, i, begin, end in zip(clients, occurrence, begins, ends, strict=True):
+        rng = client_rng(setup.seed, work.w, client, i)
+        order, lengths = setup.local.batches(end - begin, rng, work.max_steps)
+        found.append(Batches(index[begin:end][order], lengths))
+    return found
+
+
+def ordered_batches_of(setup: Setup, federation: Federation, client: int) -> Batches:
     """One epoch of a client in stored order."""
     begin, end = federation.offsets[client : client + 2].tolist()
-    mine = federation.index[begin:end].numpy()
-    return [mine[batch] for batch in setup.local.batches_in_order(end - begin)]
+    batches = setup.local.batches_in_order(end - begin)
+    order = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+    return Batches(federation.index[begin:end].numpy()[order], np.array([len(batch) for batch in batches]))
 
 
-def plan(batches: Sequence[Sequence[np.ndarray]]) -> Plan:
-    """One list of batches per client, as arrays."""
-    steps = np.array([len(own) for own in batches], dtype=np.int64)
+def plan(batches: Sequence[Batches]) -> Plan:
+    """Many clients' batches, as arrays."""
+    steps = np.array([len(own.lengths) for own in batches], dtype=np.int64)
     order = np.argsort(-steps, kind="stable")
-    widest = max((len(batch) for own in batches for batch in own), default=0)
+    widest = max((own.longest for own in batches), default=0)
     samples = np.zeros((int(steps.max(initial=0)), len(batches), widest), dtype=np.int64)
     lengths = np.zeros(samples.shape[:2], dtype=np.int64)
+    places = np.arange(widest)
     for row, k in enumerate(order):
-        for s, batch in enumerate(batches[k]):
-            samples[s, row, : len(batch)] = batch
-            samples[s, row, len(batch) :] = batch[0]
-            lengths[s, row] = len(batch)
+        own, n = batches[k], int(steps[k])
+        lengths[:n, row] = own.lengths
+        if len(own.samples) == n * widest:
+            samples[:n, row] = own.samples.reshape(n, widest)
+        elif n:
+            first = own.samples[np.cumsum(own.lengths) - own.lengths]
+            samples[:n, row] = first[:, None]
+            samples[:n, row][places < own.lengths[:, None]] = own.samples
     return Plan(order, steps[order], samples, lengths)
 
 
@@ -68,4 +94,4 @@ def keys_of(setup: Setup, federation: Federation, model: nn.Module, work: Work) 
         return None
     asked = zip(work.clients.tolist(), work.occurrence.tolist(), strict=True)
     words = [client_key(setup.seed, work.w, client, i).tolist() for client, i in asked]
-    return torch.tensor(words, dtype=torch.int64).reshape(-1, 2).to(work.start.device)
+    return torch.tensor(words, dtype=torch.int64).reshape(-1, 2).to(work.start.device, non_blocking=True)

@@ -30,18 +30,21 @@ class Optimizer:
         first = torch.zeros_like(like) if adam or local.momentum else None
         return cls(local, first, torch.zeros_like(like) if adam else None, steps)
 
-    def step(self, x: Tensor, gradient: Tensor, rate: float | Tensor) -> Tensor:
-        """The next x from a corrected, clipped gradient. `rate` is a number, or [n, 1] for the first n rows."""
+    def step(self, x: Tensor, gradient: Tensor, rate: float | Tensor) -> None:
+        """Move x, in place, by a corrected, clipped gradient. `rate` is a number, or [n, 1] for the first n rows."""
         local = self.local
         self.steps += 1
         if local.optimizer == "adamw":
-            x = x - rate * local.weight_decay * x
+            x.mul_(1 - rate * local.weight_decay)
         elif local.weight_decay:
             gradient = gradient + local.weight_decay * x
         if self.first is not None:
             first = self.first if x.dim() < 2 else self.first[: len(x)]
             gradient = self._adam(gradient, first) if self.second is not None else self._momentum(gradient, first)
-        return x - rate * gradient
+        if isinstance(rate, Tensor):
+            x.addcmul_(gradient, rate, value=-1)
+        else:
+            x.sub_(gradient, alpha=rate)
 
     def reset(self) -> None:
         """As before the first step."""
@@ -82,5 +85,5 @@ def step_norm(local: Local, rates: Sequence[float], pull: float | None) -> float
     x = torch.zeros((), dtype=torch.float64)
     optimizer = Optimizer.of(replace(local, weight_decay=0.0), x)
     for rate in rates:
-        x = optimizer.step(x, 1 + (pull or 0.0) * x, rate)
+        optimizer.step(x, 1 + (pull or 0.0) * x, rate)
     return -float(x)

@@ -37,6 +37,10 @@ class Threads:
     def name(self) -> str:
         return self.engines[0].name
 
+    @property
+    def compile(self) -> bool:
+        return self.engines[0].compile
+
     def train(self, work: Work) -> Updates:
         shares = self._shares(work)
         if len(shares) < 2:

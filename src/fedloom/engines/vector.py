@@ -6,12 +6,15 @@ computed again. A short batch is filled up with a sample of its own client, whos
 of a batch touch each other (batch norm), clients with batches of one length step together instead.
 
 On a GPU a step is recorded once as a CUDA graph and played again; for clients that finish early there is a recording
-for every power of two of rows, and a row that has finished stays as it is.
+for every power of two of rows, for short batches one for every power of two of samples, and a row that has finished
+stays as it is. The Works of several runs may be one cohort, row under row.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,114 +23,173 @@ from torch.func import vmap
 
 from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
-from fedloom.engines.cohort import Cohort, lay_out, widths
+from fedloom.engines.cohort import Asked, Cohort, upload
+from fedloom.engines.convolution import patched
 from fedloom.engines.dropout import keyed
-from fedloom.engines.plan import Plan, batches_of, keys_of, ordered_batches_of, plan
-from fedloom.engines.step import Optimizer
+from fedloom.engines.graph import activation_bytes, compiled, recorded, try_out
+from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan
+from fedloom.errors import out_of_memory
 from fedloom.federation import Federation
 from fedloom.models.recurrent import set_fused
 from fedloom.space import Buffers, buffers_of
 from fedloom.stages import Setup, State, Updates, Work
 from fedloom.task import Task
 
-Batches = Sequence[Sequence[np.ndarray]]  # of each client, positions in the federation
+LOG = logging.getLogger("fedloom")
+KEPT = 8  # cohorts whose memory and recordings are held for the next Work
+TABLE = 1 << 24  # entries of a table of samples that may be set aside for the longest client there is
 
 
-@dataclass(frozen=True)
+@dataclass
 class Vector:
     """Trains the clients of a Work together."""
 
     task: Task
     federation: Federation  # on the device
     setup: Setup
-    mixes: bool  # the samples of a batch touch each other
+    mixes: bool = False  # the samples of a batch touch each other
     graphs: bool = False  # record steps and play them again
+    compile: bool = False  # compile the step of a whole cohort
     together: int = 1 << 30  # rows that fit into memory at once
     name: str = "vector"
-    kept: list[Cohort] = field(default_factory=list)  # whose memory is used again
-    pool: list[Any] = field(default_factory=list)  # of memory that recordings share: they are played one by one
+    kept: list[Cohort] = field(default_factory=list, init=False)  # whose memory is used again
+    pool: list[Any] = field(default_factory=list, init=False)  # of memory that recordings share
 
     def __post_init__(self) -> None:
         set_fused(self.task.model, False)  # the fused kernel has no batching rule
 
     def train(self, work: Work) -> Updates:
-        self.task.model.train()
-        batches = [batches_of(self.setup, self.federation, work, k) for k in range(len(work))]
-        own = work.start.dim() == 2
-        rows = work.start.new_zeros((len(work), self.setup.space.size))
-        buffers = {n: (b if own else b.expand(len(work), *b.shape)).clone() for n, b in work.buffers.items()}
-        losses = work.start.new_zeros(len(work))
-        extra: State = {}
-        if "mean_gradient" in work.wants:
-            extra["mean_gradient"] = torch.zeros_like(rows)
-        if "final_score" in work.wants:
-            extra["final_score"] = rows.new_zeros(len(work), dtype=torch.float64)
-        keys = keys_of(self.setup, self.federation, self.task.model, work)
-        for places in self._chunks(batches):
-            planned = plan([batches[k] for k in places])
-            there = torch.tensor(places)[torch.from_numpy(planned.order)]  # place in the Work of each row
-            cohort = self._cohort(work, planned, there, buffers, keys)
-            self._play(cohort, planned)
-            self._collect(work, cohort, planned, there.to(rows.device), rows, buffers, losses, extra)
-        steps = [len(own_batches) for own_batches in batches]
-        if "step_norm" in work.wants:
-            extra["step_norm"] = step_norms(self.setup.local, work, steps)
-        return answer(work, self.setup, rows, buffers, losses, steps, extra)
+        return self.train_together([(self, work)])[0]
 
-    def _chunks(self, batches: Batches) -> Iterator[list[int]]:
+    def train_together(self, parts: "Sequence[tuple[Vector, Work]]") -> list[Updates]:
+        """The Works of this and other runs with the same model, loss, samples and local settings, as one cohort."""
+        self.task.model.train()
+        clients = [(one, work, k) for one, work in parts for k in range(len(work))]
+        batches = [own for one, work in parts for own in batches_of(one.setup, one.federation, work)]
+        asked = _asked(parts)
+        done = _Done.like(asked, scored=any("final_score" in work.wants for _, work in parts))
+        waiting = list(self._chunks(batches))
+        while waiting:
+            places = waiting.pop(0)
+            try:
+                planned = plan([batches[k] for k in places])
+                order = np.array(places)[planned.order]
+                cohort = self._trained(asked.only(order), planned, order, done)
+                if done.score is not None:
+                    self._score([clients[k] for k in order], cohort, order, done.score)
+                continue
+            except RuntimeError as error:
+                if not out_of_memory(error) or len(places) == 1:
+                    raise
+            half = -(-len(places) // 2)  # outside of the handler, whose traceback holds on to memory
+            LOG.warning("%d clients do not fit into memory together; trying %d at a time", len(places), half)
+            self.together = half
+            self.forget()
+            waiting[:0] = [places[i : i + half] for i in range(0, len(places), half)]
+        steps = [len(own.lengths) for own in batches]
+        return [done.answer(one.setup, work, steps, at) for (one, work), at in zip(parts, _slices(parts), strict=True)]
+
+    def forget(self) -> None:
+        """Give memory and recordings back."""
+        self.kept.clear()
+        self.pool.clear()
+        if self.setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _chunks(self, batches: Sequence[Batches]) -> Iterator[list[int]]:
         """Clients that step together: with batches of about the same length, and no more than fit."""
         by_width: dict[int, list[int]] = {}
         for k, own in enumerate(batches):
-            by_width.setdefault(max((len(batch) for batch in own), default=0).bit_length(), []).append(k)
+            by_width.setdefault(self._width(own.longest), []).append(k)
         for alike in by_width.values():
             for i in range(0, len(alike), self.together):
                 yield alike[i : i + self.together]
 
-    def _cohort(self, work: Work, planned: Plan, there: Tensor, buffers: Buffers, keys: Tensor | None) -> Cohort:
-        device, dtype = work.start.device, work.start.dtype
-        on = there.to(device)
-        start = work.start[on] if work.start.dim() == 2 else work.start.expand(len(on), -1)
-        rates = work.rates[there] if work.rates.dim() == 2 else work.rates
-        samples, lengths, table = lay_out(planned, rates, device, dtype)
-        made = Cohort(
-            x=start.clone(),
-            start=start.clone() if self.graphs else start,
-            buffers={name: values[on] for name, values in buffers.items()},
-            total=start.new_zeros(len(on)),
-            samples=samples,
-            lengths=lengths,
-            rates=table,
-            optimizer=Optimizer.of(self.setup.local, start, torch.zeros((), dtype=torch.float64, device=device)),
-            pull=None if work.pull is None else work.pull.to(start)[on][:, None],
-            drift=None if work.drift is None else work.drift[on],
-            raw=torch.zeros_like(start) if "mean_gradient" in work.wants else None,
-            keys=None if keys is None else keys[on],
-            step=torch.zeros((), dtype=torch.int64, device=device),
+    def _width(self, longest: int) -> int:
+        """How many places a batch gets: few different numbers, so that few recordings are made."""
+        return min(_power_of_two(longest), max(self._most, longest))
+
+    @cached_property
+    def _most(self) -> int:
+        return self.setup.local.batch_size or int(self.setup.sizes.max())
+
+    @property
+    def _keeps(self) -> bool:
+        return self.graphs or self.compile
+
+    def _trained(self, asked: Asked, planned: Plan, order: np.ndarray, done: "_Done") -> Cohort:
+        """One chunk through all of its steps; its outcome goes into its places of the whole."""
+        device = asked.start.device
+        there, seen, steps = (
+            upload(values, device)
+            for values in (order, np.maximum(planned.lengths.sum(0), 1), np.maximum(planned.steps, 1))
         )
-        if not self.graphs:
-            return made
+        cohort = self._cohort(asked, planned)
+        cohort.fill(asked, planned)
+        self._play(cohort, planned)
+        n = len(order)
+        done.rows[there] = cohort.start[:n] - cohort.x[:n]
+        done.losses[there] = cohort.total[:n] / seen
+        for name, values in cohort.buffers.items():
+            done.buffers[name][there] = values[:n]
+        if done.raw is not None and cohort.raw is not None:
+            done.raw[there] = cohort.raw[:n] / steps[:, None]
+        return cohort
+
+    def _cohort(self, asked: Asked, planned: Plan) -> Cohort:
+        """Memory for a chunk: that of an earlier one where it fits."""
+        steps, n, widest = planned.samples.shape
+        if not self._keeps:
+            return Cohort.of(self.setup.local, asked, n, steps, widest)
+        width = self._width(widest)
         for known in self.kept:
-            if known.take_over(made):
+            if known.holds(asked, planned, width):
                 return known
+        rows = max(n, min(self.setup.per_round, self.together))
+        longest = self.setup.local.count_steps(int(self.setup.sizes.max()))
+        room = longest if longest * rows * width <= TABLE else _power_of_two(steps)
+        made = Cohort.of(self.setup.local, asked, rows, max(room, steps), width)
         self.kept.append(made)
         del self.kept[:-KEPT]
         return made
 
     def _play(self, cohort: Cohort, planned: Plan) -> None:
-        """All steps; those whose clients agree on the length of a batch, or need not, are recorded on a GPU."""
-        widest = planned.samples.shape[2]
-        for s in range(len(planned.samples)):
-            n = planned.active(s)
-            found = widths(planned, s, n)
-            alike = not self.mixes or len(found) == 1
-            width = max(found) if self.mixes or not self.graphs else widest
-            if self.graphs and alike:
-                rows = min(1 << (n - 1).bit_length(), len(cohort.x))
-                play(self, cohort, rows, width, full=n == rows)
-            elif alike:
-                self.step(cohort, n, width)
+        """All steps. Batch norm must not see batches of different length together."""
+        lengths = planned.lengths
+        active, longest = (lengths > 0).sum(1), lengths.max(1, initial=0)
+        alike = (lengths == longest[:, None]).sum(1) == active
+        for s, (n, longest_now, same) in enumerate(zip(active.tolist(), longest.tolist(), alike.tolist(), strict=True)):
+            if self.mixes and not same:
+                self._mixed_step(cohort, lengths[s, :n], s)
             else:
-                self._mixed_step(cohort, planned, s, n)
+                self._next(cohort, n, longest_now if self.mixes or not self._keeps else self._width(longest_now))
+
+    def _next(self, cohort: Cohort, n: int, width: int) -> None:
+        """The next step of the first n rows, in the fastest form that there is."""
+        _, room, widest = cohort.room
+        whole = self.compile and width == widest and 2 * n > room
+        if not whole and not self.graphs:
+            self.step(cohort, n, width)
+            return
+        rows = room if whole else min(_power_of_two(n), room)
+        key = (rows, width, n == rows and not whole)
+        if key not in cohort.recorded:
+            cohort.recorded[key] = self._prepared(cohort, *key, whole=whole)
+        cohort.recorded[key]()
+
+    def _prepared(self, cohort: Cohort, rows: int, width: int, full: bool, whole: bool) -> Callable[[], Any]:
+        step = partial(self.step, n=rows, width=width, full=full)
+        run: Callable[[], Any] = partial(step, cohort)
+        if whole:
+            try:
+                fast = compiled(step, cohort)
+                try_out(fast, cohort)
+                run = fast
+            except Exception as error:  # a compiler may fail anywhere
+                if out_of_memory(error):
+                    raise
+                LOG.warning("torch.compile failed, so steps run without it: %s", " ".join(str(error).split())[:200])
+        return recorded(run, cohort, self.pool) if self.graphs else run
 
     def step(self, cohort: Cohort, n: int, width: int, full: bool = True) -> None:
         """The next step of the first n rows, with batches of one width; unless `full`, some of them have finished."""
@@ -146,16 +208,17 @@ class Vector:
             gradient = gradient.where(lengths[:, None] > 0, 0.0)
         cohort.update(gradient, lost, rates)
 
-    def _mixed_step(self, cohort: Cohort, planned: Plan, s: int, n: int) -> None:
-        """A step in which batch norm must not see batches of different length together."""
+    def _mixed_step(self, cohort: Cohort, lengths: np.ndarray, s: int) -> None:
+        """A step of rows whose batches differ in length: those of one length at a time."""
+        n = len(lengths)
         x = cohort.x[:n]
         gradient, lost = torch.empty_like(x), x.new_zeros(n)
-        for width in sorted(widths(planned, s, n)):
-            alike = torch.from_numpy(np.flatnonzero(planned.lengths[s, :n] == width)).to(x.device)
+        for width in np.unique(lengths).tolist():
+            alike = upload(np.flatnonzero(lengths == width), x.device)
             held = {name: values[alike] for name, values in cohort.buffers.items()}
             keys = None if cohort.keys is None else cohort.keys[alike]
-            samples, lengths = cohort.samples[s, alike, :width], cohort.lengths[s, alike]
-            gradient[alike], lost[alike] = self.gradients(x[alike], held, samples, lengths, keys, cohort.step)
+            samples, counts = cohort.samples[s, alike, :width], cohort.lengths[s, alike]
+            gradient[alike], lost[alike] = self.gradients(x[alike], held, samples, counts, keys, cohort.step)
             for name, values in held.items():
                 cohort.buffers[name][alike] = values
         cohort.update(gradient, lost, cohort.rates[s, :n])
@@ -179,7 +242,7 @@ class Vector:
             after = dict(held)
             draws = None if key is None or clean else Draws(key, step)
             prepared = self.federation.preparation.train(x, flat.dtype, draws)
-            with keyed(self.task.model, key, step):
+            with keyed(self.task.model, key, step), patched(self.task.model):
                 return self.task.losses(flat, after, prepared, y), after
 
         over = (0, 0, 0, 0, None if keys is None else 0)
@@ -189,102 +252,139 @@ class Vector:
         buffers.update({name: values.detach() for name, values in after.items()})
         return gradient, losses.detach().sum(1)
 
-    def _collect(
-        self,
-        work: Work,
-        cohort: Cohort,
-        planned: Plan,
-        there: Tensor,
-        rows: Tensor,
-        buffers: Buffers,
-        losses: Tensor,
-        extra: State,
+    def _score(
+        self, clients: "Sequence[tuple[Vector, Work, int]]", cohort: Cohort, order: np.ndarray, scores: Tensor
     ) -> None:
-        """A cohort's outcome into its rows of the whole Work's."""
-        rows[there] = cohort.start - cohort.x
-        seen = torch.from_numpy(np.maximum(planned.lengths.sum(0), 1)).to(losses)
-        losses[there] = cohort.total / seen
-        for name, values in cohort.buffers.items():
-            buffers[name][there] = values
-        if cohort.raw is not None:
-            steps = torch.from_numpy(np.maximum(planned.steps, 1)).to(rows)
-            extra["mean_gradient"][there] = cohort.raw / steps[:, None]
-        if "final_score" in extra:
-            extra["final_score"][there] = self._scores(work, cohort, there)
-
-    def _scores(self, work: Work, cohort: Cohort, there: Tensor) -> Tensor:
         """Mean over a client's batches, in stored order, of the squared norm of the gradient where it ended."""
-        clients = work.clients[there.cpu()].tolist()
-        ordered = plan([ordered_batches_of(self.setup, self.federation, client) for client in clients])
-        turn = torch.from_numpy(ordered.order).to(there.device)
+        owned = [ordered_batches_of(one.setup, one.federation, int(work.clients[k])) for one, work, k in clients]
+        ordered = plan(owned)
+        turn = upload(ordered.order, scores.device)
         x, held = cohort.x[turn], {name: values[turn] for name, values in cohort.buffers.items()}
+        samples = upload(ordered.samples, x.device)
         squares = x.new_zeros(len(x), dtype=torch.float64)
-        for s in range(len(ordered.samples)):
-            for width in sorted(widths(ordered, s, ordered.active(s))):
-                alike = torch.from_numpy(np.flatnonzero(ordered.lengths[s] == width)).to(x.device)
-                samples = torch.from_numpy(ordered.samples[s]).to(x.device)[alike, :width]
-                lengths = torch.full((len(alike),), width, device=x.device)
+        for s, lengths in enumerate(ordered.lengths):
+            for width in np.unique(lengths[lengths > 0]).tolist():
+                alike = upload(np.flatnonzero(lengths == width), x.device)
+                counts = torch.full((len(alike),), width, device=x.device)
                 keys = None if cohort.keys is None else cohort.keys[turn][alike]
                 part = {name: values[alike] for name, values in held.items()}
-                gradient, _ = self.gradients(x[alike], part, samples, lengths, keys, s, clean=True)
+                chosen = samples[s, alike, :width]
+                gradient, _ = self.gradients(x[alike], part, chosen, counts, keys, s, clean=True)
                 for name, values in part.items():
                     held[name][alike] = values
                 squares[alike] += gradient.double().square().sum(1)
-        scores = torch.empty_like(squares)
-        scores[turn] = squares / torch.from_numpy(ordered.steps).to(squares)
-        return scores
+        steps = upload(ordered.steps, squares.device)
+        scores[upload(order[ordered.order], squares.device)] = squares / steps
 
 
-KEPT = 4  # cohorts whose memory and recordings are held for the next Work
+class _Done(NamedTuple):
+    """What came out, a row for each client."""
+
+    rows: Tensor  # [K, P]
+    buffers: Buffers  # [K, ...]
+    losses: Tensor  # [K]
+    raw: Tensor | None  # [K, P]
+    score: Tensor | None  # [K]
+
+    @classmethod
+    def like(cls, asked: Asked, scored: bool) -> "_Done":
+        start = asked.start
+        return cls(
+            torch.empty_like(start, memory_format=torch.contiguous_format),
+            {n: torch.empty_like(b, memory_format=torch.contiguous_format) for n, b in asked.buffers.items()},
+            start.new_zeros(len(start)),
+            torch.zeros_like(start, memory_format=torch.contiguous_format) if asked.raw else None,
+            start.new_zeros(len(start), dtype=torch.float64) if scored else None,
+        )
+
+    def answer(self, setup: Setup, work: Work, steps: Sequence[int], at: slice) -> Updates:
+        extra: State = {}
+        if self.raw is not None and "mean_gradient" in work.wants:
+            extra["mean_gradient"] = self.raw[at]
+        if self.score is not None and "final_score" in work.wants:
+            extra["final_score"] = self.score[at]
+        if "step_norm" in work.wants:
+            extra["step_norm"] = step_norms(setup.local, work, steps[at])
+        buffers = {name: values[at] for name, values in self.buffers.items()}
+        return answer(work, setup, self.rows[at], buffers, self.losses[at], steps[at], extra)
 
 
-def play(engine: Vector, cohort: Cohort, rows: int, width: int, full: bool) -> None:
-    """One step of the first rows from its recording, which is made the first time."""
-    graph = cohort.recorded.get((rows, width, full))
-    if graph is None:
-        graph = cohort.recorded[(rows, width, full)] = record(engine, cohort, rows, width, full)
-    graph.replay()
+def _slices(parts: Sequence[tuple[Vector, Work]]) -> list[slice]:
+    """Where the rows of each Work stand."""
+    ends = np.cumsum([len(work) for _, work in parts]).tolist()
+    return [slice(end - len(work), end) for end, (_, work) in zip(ends, parts, strict=True)]
 
 
-def record(engine: Vector, cohort: Cohort, rows: int, width: int, full: bool) -> torch.cuda.CUDAGraph:
-    """A step as a CUDA graph. It is tried first, and undone: what a first call sets up must not be recorded."""
-    state = [tensor for tensor in cohort.tensors() if tensor is not None]
-    before = [tensor.clone() for tensor in state]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            engine.step(cohort, rows, width, full)
-            for tensor, values in zip(state, before, strict=True):
-                tensor.copy_(values)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    if not engine.pool:
-        engine.pool.append(torch.cuda.graph_pool_handle())
-    with torch.cuda.graph(graph, pool=engine.pool[0]):
-        engine.step(cohort, rows, width, full)
-    return graph
+def _asked(parts: Sequence[tuple[Vector, Work]]) -> Asked:
+    """Works, row under row. A correction that only some of them have is zero for the others."""
+    works = [work for _, work in parts]
+    like = works[0].start
+    device, size = like.device, like.shape[-1]
+
+    def stacked(values: Sequence[Tensor]) -> Tensor:
+        return values[0] if len(values) == 1 else torch.cat(list(values))
+
+    def rows(work: Work, one: Tensor) -> Tensor:
+        return one if work.start.dim() == 2 else one.expand(len(work), *one.shape)
+
+    rates = np.zeros((max(work.rates.shape[-1] for work in works), sum(len(work) for work in works)))
+    for work, at in zip(works, _slices(parts), strict=True):
+        own = work.rates.numpy()
+        rates[: own.shape[-1], at] = own.T if own.ndim == 2 else own[:, None]
+    pull = drift = None
+    if any(work.pull is not None for work in works):
+        none = [like.new_zeros(len(work)) if work.pull is None else work.pull for work in works]
+        pull = stacked([values.to(like, non_blocking=not values.is_cuda) for values in none])[:, None]
+    if any(work.drift is not None for work in works):
+        drift = stacked([like.new_zeros(len(work), size) if work.drift is None else work.drift for work in works])
+    found = [keys_of(one.setup, one.federation, one.task.model, work) for one, work in parts]
+    words = [own for own in found if own is not None]
+    return Asked(
+        start=stacked([rows(work, work.start) for work in works]),
+        buffers={name: stacked([rows(work, work.buffers[name]) for work in works]) for name in works[0].buffers},
+        rates=rates,
+        pull=pull,
+        drift=drift,
+        keys=stacked(words).to(device) if words else None,
+        raw=any("mean_gradient" in work.wants for work in works),
+    )
 
 
-def refusal(task: Task, federation: Federation, setup: Setup) -> str:
-    """Why `vmap` can't train this model, or nothing: one step of two made-up clients is tried."""
-    engine = Vector(task, federation, setup, mixes=False)
+def _power_of_two(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+class Trial(NamedTuple):
+    """One step of two made-up clients."""
+
+    why_not: str  # `vmap` can't train this model; empty: it can
+    activations: int = 0  # bytes that a sample keeps for the backward pass
+
+
+def trial(task: Task, federation: Federation, setup: Setup) -> Trial:
+    engine = Vector(task, federation, setup)
     flat = task.space.flatten(task.model)
     task.model.train()
-    x, device = torch.stack([flat, flat]), flat.device
-    buffers = {name: torch.stack([b, b]) for name, b in buffers_of(task.model).items()}
-    samples = torch.zeros((2, 2), dtype=torch.int64, device=device)
+    device = flat.device
     keys = torch.zeros((2, 2), dtype=torch.int64, device=device)
+
+    def step(width: int) -> None:
+        buffers = {name: torch.stack([b, b]) for name, b in buffers_of(task.model).items()}
+        samples = torch.zeros((2, width), dtype=torch.int64, device=device)
+        lengths = torch.full((2,), width, device=device)
+        engine.gradients(torch.stack([flat, flat]), buffers, samples, lengths, keys, 0)
+
     fallback: Any = torch._C._functorch  # an operation without a batching rule would run row by row
     fallback._set_vmap_fallback_enabled(False)
     try:
-        engine.gradients(x, buffers, samples, torch.full((2,), 2, device=device), keys, 0)
+        few, more = activation_bytes(partial(step, 2)), activation_bytes(partial(step, 4))
     except Exception as error:  # a model may fail anywhere
-        return f"vmap can't train this model ({' '.join(str(error).split())[:200]})"
+        return Trial(f"vmap can't train this model ({' '.join(str(error).split())[:200]})")
     finally:
         fallback._set_vmap_fallback_enabled(True)
         set_fused(task.model, True)
-    return ""
+    return Trial("", max(more - few, 0) // 4)
 
 
 def mixes_samples(task: Task, federation: Federation) -> bool:

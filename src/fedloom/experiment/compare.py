@@ -9,14 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, Run, claim, is_finished, write_text
 from fedloom.experiment.progress import Watch
-from fedloom.experiment.run import load_data, prepare_run, start_run
+from fedloom.experiment.run import Job, load_data, prepare_run, start_runs
 from fedloom.method import Method
 from fedloom.simulation import cohort_size
 
+TOGETHER = 32  # runs that are in memory at once
 BASELINE_SHARE = 0.95  # without a target: how soon is a method as good as this share of the baseline's end?
 
 
@@ -87,9 +89,11 @@ def compare(
     target: float | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    lockstep: bool = True,
 ) -> Comparison:
     """Run every method with every seed; finished runs are read back under `resume`. Seed s also deals out the data
-    and draws the starting model, the same for all methods.
+    and draws the starting model, the same for all methods. In `lockstep`, runs that the vector engine trains share
+    their cohorts.
     """
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1, not {seeds}")
@@ -110,22 +114,25 @@ def compare(
         plan: [(replace(plan, seed=seed), folder / slug(plan.method) / f"seed-{seed}") for seed in every]
         for plan in plans
     }
+    vector = True
     for planned in runs_of.values():  # whatever is wrong comes out before anything is written
         for k, (seeded, where) in enumerate(planned):
             if k == 0 or (resume and is_finished(where)):
-                prepare_run(seeded, where, resume)
+                ready = prepare_run(seeded, where, resume)
+                vector &= isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
     total = sum(plan.rounds for plan in plans) * seeds
     with claim(folder, overwrite, resume), Watch(total, console) as progress:
         write_text(folder / COMPARISON, _described(config, texts, seeds, target))
-        rows = []
+        jobs = []
         for plan, planned in runs_of.items():
-            runs = []
             for seeded, where in planned:
                 if resume and is_finished(where):
                     progress.skip(plan.rounds)
                 callback = progress.callback(f"{plan.method} seed {seeded.seed}", config.metric)
-                runs.append(start_run(seeded, where, resume=resume, callbacks=[callback]))
-            rows.append(Row(plan.method, runs, config.metric))
+                jobs.append(Job(seeded, where, [callback]))
+        at_once = TOGETHER if lockstep and vector else 1
+        runs = [run for i in range(0, len(jobs), at_once) for run in start_runs(jobs[i : i + at_once], resume=resume)]
+        rows = [Row(plan.method, runs[i * seeds : (i + 1) * seeds], config.metric) for i, plan in enumerate(plans)]
     goal = BASELINE_SHARE * rows[0].mean if target is None else target
     return Comparison(folder, config, [replace(row, target=goal) for row in rows], goal, seeds)
 

@@ -1,10 +1,15 @@
 """One run into one folder."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from fedloom.data.load import load
 from fedloom.errors import RunError
@@ -25,10 +30,30 @@ from fedloom.experiment.folder import (
     write_text,
 )
 from fedloom.federation import Federation
+from fedloom.lockstep import run_together
 from fedloom.models import model as make_model
 from fedloom.training import Callback, Event, Training
 
-load_data = lru_cache(maxsize=4)(load)  # the runs of a comparison share their data
+_LAST: list[Federation] = []
+
+
+@lru_cache(maxsize=16)
+def load_data(**dealing: Any) -> Federation:
+    """The data of a run. Those of a comparison share their samples, however they are dealt out."""
+    federation = load(**dealing)
+    for known in _LAST:
+        if _same(known.x, federation.x) and _same(known.y, federation.y):
+            federation = replace(federation, x=known.x, y=known.y)
+        if known.test is not None and federation.test is not None:
+            there = _same(known.test.x, federation.test.x) and _same(known.test.y, federation.test.y)
+            if there and known.test.offsets is federation.test.offsets is None:
+                federation = replace(federation, test=known.test)
+    _LAST[:] = [federation]
+    return federation
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def start_run(
@@ -40,12 +65,46 @@ def start_run(
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train as `config` says and leave everything in `folder`; nothing is written before every setting was checked."""
-    config = config.settled()
-    ready = prepare_run(config, folder, resume)
-    if isinstance(ready, Run):
-        return ready
-    training, federation = ready
-    config = replace(config, engine=training.simulation.engine.name)
+    (done,) = start_runs([Job(config, folder, callbacks)], overwrite=overwrite, resume=resume)
+    return done
+
+
+class Job(NamedTuple):
+    """A run to be made."""
+
+    config: RunConfig
+    folder: Path
+    callbacks: Sequence[Callback] = ()
+
+
+def start_runs(jobs: Sequence[Job], *, overwrite: bool = False, resume: bool = False) -> list[Run]:
+    """Several runs in lockstep, each into its own folder."""
+    ready = [prepare_run(job.config.settled(), job.folder, resume) for job in jobs]
+    done = {i: run for i, run in enumerate(ready) if isinstance(run, Run)}
+    with ExitStack() as folders:
+        begun = {
+            i: folders.enter_context(_opened(job, *found, overwrite, resume))
+            for i, (job, found) in enumerate(zip(jobs, ready, strict=True))
+            if not isinstance(found, Run)
+        }
+        if begun:
+            trainings = [training for training, _, _ in begun.values()]
+            callbacks = [[record, *jobs[i].callbacks] for i, (_, record, _) in begun.items()]
+            results = run_together(trainings, callbacks) if len(begun) > 1 else [trainings[0].run(callbacks[0])]
+            for (i, (_, _, config)), result in zip(begun.items(), results, strict=True):
+                write_model(jobs[i].folder / MODEL, result.model)
+                done[i] = Run(jobs[i].folder, config, [json.loads(json_line(row)) for row in result.history])
+    return [done[i] for i in range(len(jobs))]
+
+
+@contextmanager
+def _opened(
+    job: Job, training: Training, federation: Federation, overwrite: bool, resume: bool
+) -> Iterator[tuple[Training, Callback, RunConfig]]:
+    """A run's folder, with all that is known before the first round, and a callback that writes its history."""
+    folder, config = job.folder, job.config.settled()
+    engine = training.simulation.engine
+    config = replace(config, engine=engine.name, compile=engine.compile)
     with claim(folder, overwrite, resume):
         write_text(folder / CONFIG, config.yaml())
         if federation.report is not None:
@@ -56,9 +115,7 @@ def start_run(
             def record(event: Event) -> None:
                 metrics.write(json_line(event.metrics))
 
-            result = training.run([record, *callbacks])
-        write_model(folder / MODEL, result.model)
-        return Run(folder, config, [json.loads(json_line(row)) for row in result.history])
+            yield training, record, config
 
 
 def prepare_run(config: RunConfig, folder: Path, resume: bool) -> Run | tuple[Training, Federation]:
@@ -82,6 +139,8 @@ def prepare_run(config: RunConfig, folder: Path, resume: bool) -> Run | tuple[Tr
         metric=config.metric,
         eval_every=config.eval_every,
         engine=config.engine,
+        compile=config.compile,
+        max_memory=config.max_memory,
         device=config.device,
         precision=config.precision,
         seed=config.seed,
@@ -99,7 +158,7 @@ def _same_settings(run: Run, config: RunConfig) -> Run:
     if not run.history:
         raise RunError(f"{run.folder / METRICS} is empty although the run has finished; remove the folder to repeat it")
     then, now = asdict(run.config), asdict(config)
-    free = {"engine", "device", "precision", "checkpoint_every", "data_dir"}
+    free = {"engine", "compile", "max_memory", "device", "precision", "checkpoint_every", "data_dir"}
     changed = [
         f"{name} was {then[name]}, now {now[name]}" for name in now if name not in free and then[name] != now[name]
     ]

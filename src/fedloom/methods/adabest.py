@@ -64,11 +64,13 @@ class AdaBestClient(Client):
 
     def begin(self, memory: State, sent: State, info: Info) -> Correction:
         mu_k = self.mu * sent["nbar"] / info.samples.double()
-        return Correction(drift=-mu_k.to(memory["h"])[:, None] * memory["h"])
+        return Correction(drift=-mu_k.to(memory["h"], non_blocking=True)[:, None] * memory["h"])
 
     def end(self, memory: State, sent: State, info: Info, updates: Updates) -> tuple[State, State]:
         t = info.w + 1
-        fade = (1 / (t - memory["t"])).to(memory["h"])  # t' = 0 for a client never seen, whose h is zero
+        fade = (1 / (t - memory["t"])).to(
+            memory["h"], non_blocking=True
+        )  # t' = 0 for a client never seen, whose h is zero
         h = fade[:, None] * memory["h"] + updates.rows.matrix
         return {"h": h, "t": torch.full_like(memory["t"], t)}, {}
 

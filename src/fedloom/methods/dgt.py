@@ -55,8 +55,9 @@ class Dgt(Update):
     def apply(self, state: State, updates: Updates) -> tuple[State, Updates]:
         w = updates.weights
         total = updates.rows.weighted_sum(w)
-        along, own, rest, across = (t.cpu() for t in updates.rows.beside_rest(total, w, self.groups))
-        w = w.double().cpu()[:, None]
+        compare = updates.rows.beside_rest(total, w, self.groups)
+        table = torch.stack([*compare, w.double()[:, None].expand_as(compare.own)]).cpu()  # all at once
+        along, own, rest, across, w = (*table[:4], table[4, :, :1])
 
         # Rounding leaves a trace where the rest is nothing.
         tiny = (64 * torch.finfo(total.dtype).eps) ** 2
@@ -77,7 +78,8 @@ class Dgt(Update):
         # g + a2 (total - w g) = (1 - a2 w) g + a2 total
         device = total.device
         scale, share = shrink * (1 - a2 * w), shrink * a2
-        rows = updates.rows.blend(scale.to(device), total, share.to(device), self.groups)
+        scale, share = torch.stack([scale, share]).to(device, non_blocking=True)
+        rows = updates.rows.blend(scale, total, share, self.groups)
 
         baseline[updates.owners] = torch.where(compared, self.alpha * kept + (1 - self.alpha) * phi, kept)
         state = {

@@ -60,8 +60,8 @@ class Fedglad(Rescaler):
         groups = updates.rows.space.groups(self.groups)
         w = updates.weights.double() / updates.weights.double().sum()
         mean = updates.rows.weighted_sum(w)  # under a median, still the mean
-        spread = (w[:, None] * updates.rows.squares(self.groups)).sum(0).cpu()
-        length = groups.sums(mean.square()).cpu()
+        squares = (w[:, None] * updates.rows.squares(self.groups)).sum(0)
+        spread, length = torch.stack([squares, groups.sums(mean.square())]).cpu()
         cancelled = length <= (64 * torch.finfo(mean.dtype).eps) ** 2 * spread  # the average is nothing but rounding
         gsi = torch.where(spread == 0, 1.0, torch.where(cancelled, math.inf, (spread / length).sqrt()))
 
@@ -71,7 +71,7 @@ class Fedglad(Rescaler):
         bound = self.gamma * t if t else 0.0  # at t = 0 also where gamma is infinite
         s = torch.where(known, (gsi / B).clamp(1 - bound, 1 + bound), 1.0)
         B = torch.where(known, self.beta * B + (1 - self.beta) * gsi, B)
-        scaled = groups.spread(s.to(record.aggregate)) * record.aggregate
+        scaled = groups.spread(s.to(record.aggregate, non_blocking=True)) * record.aggregate
         return {**state, "B": B, "gsi": gsi, "scale": s, "t": state["t"] + 1}, scaled
 
     def report(self, state: State) -> dict[str, Tensor]:

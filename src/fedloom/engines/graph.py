@@ -1,0 +1,75 @@
+"""A local step made fast: compiled where the run is long enough for that, and on a GPU recorded and played again."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.data.files import cache_folder
+from fedloom.engines.cohort import Cohort
+
+LOG = logging.getLogger("fedloom")
+Step = Callable[[Cohort], None]
+
+
+def compiled(step: Step, cohort: Cohort) -> Callable[[], Any]:
+    """A step on this cohort's memory as one compiled program; compiled code is kept on disk.
+
+    The step is traced into plain tensor operations first, gradients included: whatever Python a model runs, and the
+    modes that `dropout.py` and `convolution.py` enter, are gone before the compiler sees it.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    tensors = cohort.tensors()
+    traced = make_fx(lambda *others: step(cohort.over(others)))(*(tensor.clone() for tensor in tensors))
+    fast: Any = torch.compile(traced, dynamic=False)
+
+    def run() -> None:
+        with torch.no_grad():
+            fast(*tensors)
+
+    return run
+
+
+def try_out(run: Callable[[], Any], cohort: Cohort) -> None:
+    """Run a step, and undo it."""
+    before = [tensor.clone() for tensor in cohort.changed()]
+    run()
+    for tensor, values in zip(cohort.changed(), before, strict=True):
+        tensor.copy_(values)
+
+
+def recorded(run: Callable[[], Any], cohort: Cohort, pool: list[Any]) -> Callable[[], Any]:
+    """A step as a CUDA graph. It is tried first: what a first call sets up must not be recorded. Recordings share
+    their memory, since they are played one after the other.
+    """
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            try_out(run, cohort)
+    torch.cuda.current_stream().wait_stream(side)
+    if not pool:
+        pool.append(torch.cuda.graph_pool_handle())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool[0]):
+        run()
+    return graph.replay
+
+
+def activation_bytes(run: Callable[[], Any]) -> int:
+    """How much memory a computation keeps for its backward pass."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(seen.values())

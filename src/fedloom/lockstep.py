@@ -1,0 +1,97 @@
+"""Many runs at once: Works of runs that train the same model in the same way are one larger cohort.
+
+Each run keeps its own batches, memory and server; only the local steps are shared. So the results are those of the same
+runs one after the other, up to rounding, and a GPU that ten clients leave idle is filled by a hundred.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fedloom.engines.vector import Vector
+from fedloom.simulation import guarded
+from fedloom.stages import Updates, Work
+from fedloom.training import Callback, Result, Training
+
+
+def alike(one: Training, other: Training) -> bool:
+    """May two runs share their local steps?"""
+    a, b = one.simulation, other.simulation
+    if not isinstance(a.engine, Vector) or not isinstance(b.engine, Vector):
+        return False
+    same_samples = a.federation.x is b.federation.x and a.federation.y is b.federation.y
+    return (
+        same_samples
+        and a.federation.preparation == b.federation.preparation
+        and a.setup.local == b.setup.local
+        and a.setup.space == b.setup.space
+        and a.task.loss == b.task.loss
+        and a.task.precision == b.task.precision
+        and repr(a.task.model) == repr(b.task.model)
+        and _frozen_alike(a.engine, b.engine)
+    )
+
+
+def _frozen_alike(a: Vector, b: Vector) -> bool:
+    mine, theirs = dict(a.task.model.named_parameters()), dict(b.task.model.named_parameters())
+    frozen = set(mine) - set(a.task.space.names)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in frozen)
+
+
+def run_together(trainings: Sequence[Training], callbacks: Sequence[Sequence[Callback]]) -> list[Result]:
+    """Play all runs to their ends, round by round."""
+    playing = [training.works(own) for training, own in zip(trainings, callbacks, strict=True)]
+    waiting: dict[int, Work] = {}
+    results: dict[int, Result] = {}
+
+    def go_on(i: int, updates: Updates | None) -> None:
+        try:
+            waiting[i] = playing[i].send(updates)  # type: ignore[arg-type]  # nothing is sent before the first Work
+        except StopIteration as end:
+            waiting.pop(i, None)
+            results[i] = end.value
+
+    groups: list[list[int]] = []
+    for i, training in enumerate(trainings):
+        group = next((known for known in groups if alike(trainings[known[0]], training)), None)
+        groups.append([i]) if group is None else group.append(i)
+    with trainings[0].simulation.numerics():
+        try:
+            for i in range(len(trainings)):
+                go_on(i, None)
+            while waiting:
+                for group in groups:
+                    here = [i for i in group if i in waiting]
+                    asked = {i: waiting[i] for i in here}
+                    for i, updates in zip(here, _trained(trainings, group[0], asked), strict=True):
+                        go_on(i, updates)
+        except KeyboardInterrupt:
+            for training in trainings:
+                training.save()
+            raise
+    return [results[i] for i in range(len(trainings))]
+
+
+def _trained(trainings: Sequence[Training], first: int, asked: dict[int, Work]) -> list[Updates]:
+    """The Works of a group, by the engine of its first run; each run's share of the time is that of its rows."""
+    if not asked:
+        return []
+    lead = trainings[first].simulation.engine
+    began = time.perf_counter()
+    with guarded(trainings[first].simulation.setup.device):
+        if isinstance(lead, Vector):
+            found = lead.train_together([(_engine(trainings[i]), work) for i, work in asked.items()])
+        else:
+            found = [lead.train(work) for work in asked.values()]
+    seconds = time.perf_counter() - began
+    rows = sum(len(work) for work in asked.values())
+    for i, work in asked.items():
+        trainings[i].trained += seconds * len(work) / max(rows, 1)
+    return found
+
+
+def _engine(training: Training) -> Vector:
+    engine = training.simulation.engine
+    assert isinstance(engine, Vector)
+    return engine

@@ -1,0 +1,218 @@
+"""Faster forms of the local step are the same step: products for convolutions, compiled code, smaller pieces."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedloom as fl
+from fedloom.data.transforms import Preparation, augmentations
+from fedloom.engines import choose, graph, vector
+from fedloom.engines.choose import Wishes, bytes_of, worth_compiling
+from fedloom.engines.convolution import patched
+from fedloom.engines.plan import Batches, plan
+from fedloom.engines.vector import Vector
+from fedloom.errors import ConfigError, RunError
+from fedloom.training import Training
+from tests.engines.test_vector import apart, both, dense, federation
+
+CONVOLUTIONS: dict[str, tuple[nn.Conv2d, bool]] = {
+    "colours": (nn.Conv2d(3, 5, 5), True),
+    "grey, padded": (nn.Conv2d(1, 4, 3, padding=1), True),
+    "strided": (nn.Conv2d(2, 4, (3, 2), stride=(2, 3), padding=(0, 2), bias=False), True),
+    "same": (nn.Conv2d(3, 4, 3, padding="same"), False),
+    "dilated": (nn.Conv2d(3, 4, 3, dilation=2), False),
+    "grouped": (nn.Conv2d(4, 4, 3, groups=2), False),
+    "wide": (nn.Conv2d(5, 4, 3), False),
+}
+
+
+@pytest.mark.parametrize(("layer", "replaced"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_a_narrow_convolution_is_a_product(layer: nn.Conv2d, replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = layer.double()
+    x = torch.randn(4, layer.in_channels, 11, 12, dtype=torch.float64, requires_grad=True)
+    products: list[Any] = []
+    multiply = torch.bmm
+
+    def counted(*pair: Tensor) -> Tensor:
+        products.append(pair)
+        return multiply(*pair)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    wanted = layer(x)
+    with patched(layer):
+        found = layer(x)
+    assert bool(products) == replaced
+    inputs = [x, *layer.parameters()]
+    pairs = [torch.autograd.grad(out.square().sum(), inputs) for out in (wanted, found)]
+    assert torch.allclose(found, wanted, atol=1e-12)
+    for a, b in zip(*pairs, strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is compiled from now on."""
+    found: list[Any] = []
+
+    def counted(*given: Any) -> Any:
+        found.append(given)
+        return graph.compiled(*given)
+
+    monkeypatch.setattr(vector, "compiled", counted)
+    return found
+
+
+@pytest.mark.parametrize("method", ["fedavg", "adabest+fedprox(mu=0.1)", "fednova", "2dlrd(c=0.5, window=1)"])
+def test_a_compiled_step_is_the_same_step(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unequal sizes, so that compiled and plain steps follow each other in one Work."""
+    local = fl.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.5)
+    data = federation()
+    compilations = watched(monkeypatch)
+    plain, compiled = (
+        fl.fit(dense(), data, method, rounds=3, clients_per_round=5, local=local, engine="vector", compile=way)
+        for way in (False, True)
+    )
+    assert compilations
+    assert "torch.compile failed" not in caplog.text
+    assert apart(compiled.params, plain.params) < 1e-9
+
+
+def test_dropout_augmentation_and_batch_norm_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 3)]
+    model = nn.Sequential(*layers).double()
+    x = torch.randint(0, 256, (60, 3, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
+    y = torch.arange(60) % 3
+    data = fl.Federation.from_tensor(x, y, [0, 16, 24, 40, 60], test=(x, y)).images(augment="crop(padding=1)+flip")
+    assert data.preparation == Preparation(True, (), (), augmentations("crop(padding=1)+flip"))
+    compilations = watched(monkeypatch)
+    local = fl.Local(epochs=2, batch_size=8, lr=0.01, optimizer="adam")
+    runs = [
+        fl.fit(model, data, rounds=2, clients_per_round=4, local=local, engine=engine, compile=way)
+        for engine, way in (("loop", None), ("vector", True))
+    ]
+    assert compilations
+    assert apart(runs[1].params, runs[0].params) < 1e-9
+
+
+def test_a_compiler_that_fails_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*given: Any) -> Any:
+        raise RuntimeError("no compiler\nhere")
+
+    monkeypatch.setattr(vector, "compiled", broken)
+    local = fl.Local(epochs=2, batch_size=8, lr=0.1)
+    plain, tried = (
+        fl.fit(dense(), federation(), rounds=2, clients_per_round=5, local=local, engine="vector", compile=way)
+        for way in (False, True)
+    )
+    assert "torch.compile failed, so steps run without it: no compiler here" in caplog.text
+    assert apart(tried.params, plain.params) < 1e-12
+
+
+def planned(rounds: int, device: str = "cuda") -> bool:
+    """The rule for cnn-mcmahan as AdaBest trains it, without a GPU."""
+    sizes = torch.full((100,), 500)
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(5)))
+    data = fl.Federation.from_arrays([(torch.zeros(2, 10), [0, 9])])
+    small = Training(model, data, "fedavg", rounds=1, **SETTINGS).simulation.setup
+    local = fl.Local(epochs=5, batch_size=45)
+    setup = replace(small, sizes=sizes, clients=100, per_round=10, local=local, device=torch.device(device))
+    return worth_compiling(setup, rounds, activations=700_000)
+
+
+SETTINGS: dict[str, Any] = {
+    "clients_per_round": 1,
+    "local": fl.Local(),
+    "loss": None,
+    "metric": "accuracy",
+    "device": "cpu",
+    "precision": "auto",
+    "seed": 0,
+    "availability": None,
+    "dropout_rate": 0.0,
+}
+
+
+def test_only_long_runs_on_a_gpu_are_compiled() -> None:
+    assert [planned(rounds) for rounds in (1, 50, 300, 1200)] == [False, False, False, True]
+    assert not planned(100_000, "cpu")
+
+
+def test_memory_that_runs_out_halves_the_pieces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int] = []
+    gradients = Vector.gradients
+
+    def tight(self: Vector, x: Tensor, *rest: Any, **more: Any) -> Any:
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        seen.append(len(x))
+        return gradients(self, x, *rest, **more)
+
+    monkeypatch.setattr(Vector, "gradients", tight)
+    with caplog.at_level(logging.WARNING, "fedloom"):
+        loop, halved = both(dense(), federation(), "adabest", clients_per_round=7)
+    assert max(seen) == 2
+    assert caplog.text.count("do not fit into memory together") == 2  # 7 to 4 to 2, and it is remembered
+    assert apart(halved.params, loop.params) < 1e-9
+
+
+def test_a_client_that_does_not_fit_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tight(self: Vector, x: Tensor, *rest: Any, **more: Any) -> Any:
+        if tried:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return gradients(self, x, *rest, **more)
+
+    def trial(*given: Any) -> Any:
+        outcome = vector.trial(*given)
+        tried.append(outcome)
+        return outcome
+
+    gradients, tried = Vector.gradients, list[Any]()
+    monkeypatch.setattr(Vector, "gradients", tight)
+    monkeypatch.setattr(choose, "trial", trial)
+    with pytest.raises(RunError, match="a single client's training does not fit into the memory of cpu"):
+        fl.fit(dense(), federation(), rounds=2, engine="vector")
+
+
+@pytest.mark.parametrize(("text", "count"), [("8GB", 8 * 10**9), ("500 MB", 5 * 10**8), ("2kB", 2000), (77, 77)])
+def test_sizes_of_memory(text: Any, count: int) -> None:
+    assert bytes_of(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "8 gigabytes", 0, -5, True, 1.5, "1e9"])
+def test_bad_sizes_of_memory(text: Any) -> None:
+    with pytest.raises(ConfigError, match="max_memory must be a number of bytes, or a text such as '8GB'"):
+        fl.fit(dense(), federation(), rounds=1, max_memory=text)
+
+
+def test_bad_wishes() -> None:
+    with pytest.raises(ConfigError, match="compile must be True, False or None"):
+        fl.fit(dense(), federation(), rounds=1, compile="yes")  # type: ignore[arg-type]
+    assert Wishes(max_memory=100).budget(torch.device("cpu")) == 50
+
+
+def test_the_plan_holds_every_batch() -> None:
+    rng = np.random.default_rng(0)
+    clients = [
+        Batches(rng.integers(0, 1000, sum(lengths)), np.array(lengths))
+        for lengths in ([4, 4, 1], [4, 4, 4, 4], [3], [4, 2, 4, 2, 4, 2])
+    ]
+    found = plan(clients)
+    assert found.order.tolist() == [3, 1, 0, 2]
+    for row, k in enumerate(found.order.tolist()):
+        for s, batch in enumerate(clients[k].cut()):
+            assert found.lengths[s, row] == len(batch)
+            assert found.samples[s, row, : len(batch)].tolist() == batch.tolist()
+            assert (found.samples[s, row, len(batch) :] == batch[0]).all()
+        assert (found.lengths[len(clients[k].lengths) :, row] == 0).all()

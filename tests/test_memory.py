@@ -1,0 +1,119 @@
+"""What clients remember lies on the device, in the host's memory or on disk, and reads the same from everywhere."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom import memory as memories
+from fedloom.errors import RunError
+from fedloom.memory import Memory, Room
+from tests.engines.test_vector import apart, dense, federation
+
+P = 1000
+ROW = 8 * P
+
+
+def filled(room: Room, clients: int = 200, works: int = 6) -> tuple[Memory, dict[int, float]]:
+    """Random clients write, as in a run; beside it a dictionary of what each must know."""
+    kept = Memory({"h": "row", "t": "scalar"}, torch.zeros(P, dtype=torch.float64), room)
+    rng = np.random.default_rng(0)
+    known: dict[int, float] = {}
+    for w in range(works):
+        chosen = torch.from_numpy(rng.choice(clients, 40, replace=False))
+        values = torch.from_numpy(rng.random(40))
+        rows = values[:, None] + torch.arange(P, dtype=torch.float64)
+        kept.write(chosen, w, {"h": rows, "t": values})
+        known |= dict(zip(chosen.tolist(), values.tolist(), strict=True))
+        kept.settle()
+    return kept, known
+
+
+def check(kept: Memory, known: dict[int, float], clients: int = 200) -> None:
+    order = torch.randperm(clients, generator=torch.Generator().manual_seed(0))
+    found = kept.read(order, w=100)
+    for client, row, number in zip(order.tolist(), found["h"], found["t"].tolist(), strict=True):
+        assert number == known.get(client, 0.0)
+        wanted = known[client] + torch.arange(P, dtype=torch.float64) if client in known else torch.zeros(P)
+        assert torch.equal(row, wanted.double())
+
+
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each chunk that went to disk."""
+    found: list[int] = []
+    on_disk = Room._on_disk
+
+    def watched(self: Room, size: int, rows: int, like: Any) -> Any:
+        found.append(rows)
+        return on_disk(self, size, rows, like)
+
+    monkeypatch.setattr(Room, "_on_disk", watched)
+    return found
+
+
+def test_everything_in_memory(maps: list[int]) -> None:
+    check(*filled(Room()))
+    assert not maps
+
+
+def test_the_rest_goes_to_disk(maps: list[int], tmp_path: Path) -> None:
+    """A budget of 50 rows; the file has no name, so nothing is left behind however the process ends."""
+    room = Room(device=50 * ROW, folder=tmp_path)
+    kept, known = filled(room)
+    check(kept, known)
+    assert maps
+    assert room.device < 50 * ROW
+    assert not list(tmp_path.iterdir())
+
+
+def test_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memories, "CHUNK", 20 * ROW)
+    kept, known = filled(Room())
+    check(kept, known)
+    sizes = [len(chunk) for chunk in kept._slabs["h"].chunks]
+    assert max(sizes) == 20
+    assert sum(sizes) < len(known) + 40 + 20  # one value a client, those of a Work twice, one chunk begun
+
+
+def test_slots_are_used_again() -> None:
+    kept = Memory({"h": "row"}, torch.zeros(3))
+    for w in range(500):
+        kept.write(torch.tensor([7, 8]), w, {"h": torch.full((2, 3), float(w))})
+        kept.settle()
+    assert kept._slots == memories.FIRST
+    assert kept.read(torch.tensor([8]), 500)["h"].tolist() == [[499.0] * 3]
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    kept, known = filled(Room(device=30 * ROW, folder=tmp_path))
+    other = Memory({"h": "row", "t": "scalar"}, torch.zeros(P, dtype=torch.float64), Room(device=0, folder=tmp_path))
+    other.restore(kept.tensors())
+    check(other, known)
+    other.restore(kept.tensors())  # a second time over the first
+    check(other, known)
+
+
+def test_a_full_disk_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RunError, match=r"the disk can't take it: .*No space left on device"):
+        filled(Room(device=0, folder=tmp_path))
+
+
+@pytest.mark.parametrize("method", ["adabest", "scaffold", "feddyn"])
+def test_a_run_under_a_tight_budget(method: str, maps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    runs = [
+        fl.fit(dense(), federation(), method, rounds=6, clients_per_round=4, engine="loop", max_memory=size)
+        for size in (None, 100)
+    ]
+    assert maps
+    assert apart(runs[1].params, runs[0].params) == 0
