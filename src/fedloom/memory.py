@@ -22,8 +22,8 @@ from torch import Tensor
 from fedloom.errors import RunError
 from fedloom.stages import State
 
-CHUNK = 1 << 26  # bytes that are asked for at once, at most
-FIRST = 16  # rows of the first chunk; each next one doubles what there is
+CHUNK = 1 << 28  # bytes that are asked for at once, at most
+FIRST = 16  # slots to begin with; they double until a chunk is full
 
 
 @dataclass
@@ -34,9 +34,11 @@ class Room:
     host: int = 1 << 62
     folder: Path | None = None  # for what fits into neither; None: that of temporary files
 
-    def chunk(self, rows: int, like: Tensor) -> Tensor:
-        """Memory for so many rows, in the nearest place where there is room."""
+    def chunk(self, rows: int, like: Tensor, instead: Tensor | None = None) -> Tensor:
+        """Memory for so many rows, in the nearest place where there is room; `instead` of some on the device."""
         size = rows * max(like.numel(), 1) * like.element_size()
+        if instead is not None:
+            self.device += instead.numel() * instead.element_size()
         if size <= self.device:
             self.device -= size
             return torch.empty((rows, *like.shape), dtype=like.dtype, device=like.device)
@@ -74,9 +76,17 @@ class Slab:
         return max(1, CHUNK // (max(self.like.numel(), 1) * self.like.element_size()))
 
     def grow(self, begin: int, rows: int) -> None:
-        """New slots, from `begin` on."""
-        self.chunks.append(self.room.chunk(rows, self.like))
-        self.begins.append(begin)
+        """New slots, from `begin` on: in a larger first chunk while it is small and may lie on the device, or in one
+        more.
+        """
+        size = rows * max(self.like.numel(), 1) * self.like.element_size()
+        if len(self.chunks) == 1 and begin + rows <= self.most and size <= self.room.device:
+            larger = self.room.chunk(begin + rows, self.like, instead=self.chunks[0])
+            larger[:begin] = self.chunks[0]
+            self.chunks[0] = larger
+        else:
+            self.chunks.append(self.room.chunk(rows, self.like))
+            self.begins.append(begin)
 
     def read(self, slots: Sequence[int]) -> Tensor:
         """[K, ...] on the device; a slot below 0 reads as zero."""
@@ -162,7 +172,8 @@ class Memory:
 
     def _slot(self) -> int:
         if not self._free:
-            rows = min(max(self._slots, FIRST), *(slab.most for slab in self._slabs.values()))
+            most = min(slab.most for slab in self._slabs.values())
+            rows = min(max(self._slots, FIRST), most - self._slots if self._slots < most else most)
             for slab in self._slabs.values():
                 slab.grow(self._slots, rows)
             self._free.extend(reversed(range(self._slots, self._slots + rows)))

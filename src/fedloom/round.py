@@ -46,15 +46,15 @@ class Traffic:
     loss: float = 0.0  # summed over samples
 
     def plus(self, work: Work, updates: Updates) -> "Traffic":
-        good = updates.finite
+        good, samples, loss = updates.finite.numpy(), updates.samples.numpy(), updates.loss.numpy()
         return Traffic(
             self.works + work.share,
             self.asked + len(work),
             self.answered + len(updates),
-            self.diverged + tuple(updates.clients[~good].tolist()),
-            self.local_steps + int(updates.steps.sum()),
-            self.samples + int(updates.samples[good].sum()),
-            self.loss + float((updates.loss[good] * updates.samples[good]).sum()),
+            self.diverged + tuple(updates.clients.numpy()[~good].tolist()),
+            self.local_steps + int(updates.steps.numpy().sum()),
+            self.samples + int(samples[good].sum()),
+            self.loss + float((loss[good] * samples[good]).sum()),
         )
 
 

@@ -207,6 +207,8 @@ class Training:
 
     def _call(self, callbacks: Sequence[Callback], outcome: Outcome) -> bool:
         """Tell every callback; True if one wants to stop."""
+        if not callbacks:
+            return False
         updates = outcome.record.updates if outcome.record else None
         params, metrics = self.state.theta.clone(), dict(self.history[-1])  # a callback may do with them what it likes
         event = Event(self.state.round, self.rounds, params, metrics, updates)

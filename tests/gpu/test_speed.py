@@ -72,7 +72,7 @@ def test_memory_that_really_runs_out(caplog: pytest.LogCaptureFixture) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     try:
         with caplog.at_level(logging.WARNING, "fedloom"):
-            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 9e8) / total)
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.5e9) / total)
             halved = fl.fit(model, data, **settings)
             assert "do not fit into memory together" in caplog.text
             torch.cuda.empty_cache()
@@ -109,8 +109,8 @@ def _settings(seed: int) -> dict[str, Any]:
     return {**settings, "device": "cuda", "engine": "vector"}
 
 
-# What each stage reads back beside the one check for diverged clients: AdaBest |h|, FedGLAD and DGT their cosines.
-WAITS = {"fedavg": 1, "fedprox(mu=0.1)": 1, "fedavgm": 1, "adabest": 2, "fedglad": 2, "dgt": 2}
+# Beside the one check for diverged clients, stages that report a number of the round read it back.
+WAITS = {"fedavg": 1, "fedprox(mu=0.1)": 1, "fedavgm": 2, "adabest": 2, "fedglad": 2, "dgt": 2}
 
 
 @pytest.mark.parametrize(("method", "most"), WAITS.items())

@@ -66,7 +66,7 @@ class Cohort:
     drift: Tensor | None = None  # [K, P]
     raw: Tensor | None = None  # [K, P] sum of the gradients before any correction
     keys: Tensor | None = None  # [K, 2]
-    recorded: dict[tuple[int, int, bool], Any] = field(default_factory=dict)  # steps, by rows, batch and fullness
+    recorded: dict[tuple[int, int], Any] = field(default_factory=dict)  # steps, by rows and width of the batch
 
     @classmethod
     def of(cls, local: Local, like: Asked, rows: int, steps: int, width: int) -> "Cohort":
@@ -112,26 +112,25 @@ class Cohort:
             and (self.raw is not None) == asked.raw
         )
 
-    def fill(self, asked: Asked, plan: Plan) -> None:
-        """A cohort, in the plan's order, before its first step."""
-        steps, n, width = plan.samples.shape
-        device = self.x.device
-        self.x[:n] = asked.start
-        self.start[:n] = asked.start
+    def fill(self, asked: Asked, samples: Tensor, lengths: Tensor, rates: Tensor) -> None:
+        """A cohort, in the order of its plan, before its first step."""
+        steps, n, width = samples.shape
+        self.x[:n].copy_(asked.start)
+        self.start[:n].copy_(asked.start)
         for name, values in asked.buffers.items():
-            self.buffers[name][:n] = values
+            self.buffers[name][:n].copy_(values)
         for mine, theirs in ((self.pull, asked.pull), (self.drift, asked.drift), (self.keys, asked.keys)):
             if mine is not None and theirs is not None:
-                mine[:n] = theirs
+                mine[:n].copy_(theirs)
         for tensor in (self.total, self.step, self.raw):
             if tensor is not None:
                 tensor.zero_()
-        self.samples[:steps, :n, :width] = upload(plan.samples, device)
-        self.lengths[:steps, n:] = 0
-        self.lengths[:steps, :n] = upload(plan.lengths, device)
-        self.rates[:steps, n:] = 0
-        rates = asked.rates[:steps].astype(np.float32 if self.rates.dtype == torch.float32 else np.float64)
-        self.rates[:steps, :n] = upload(rates * (plan.lengths > 0), device)
+        if n < len(self.x):
+            self.lengths[:steps, n:] = 0
+            self.rates[:steps, n:] = 0
+        self.samples[:steps, :n, :width].copy_(samples)
+        self.lengths[:steps, :n].copy_(lengths)
+        self.rates[:steps, :n].copy_(rates)
         self.optimizer.reset()
 
     def changed(self) -> list[Tensor]:
@@ -180,6 +179,15 @@ class Cohort:
         )
         self.optimizer.step(x, used, rates[:, None])
         self.step += 1
+
+
+def upload_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays of one dtype on a device, in one transfer."""
+    if device.type == "cpu":
+        return [torch.from_numpy(values) for values in arrays]
+    flat = upload(np.concatenate([values.reshape(-1) for values in arrays]), device)
+    pieces = torch.split(flat, [values.size for values in arrays])
+    return [piece.reshape(values.shape) for piece, values in zip(pieces, arrays, strict=True)]
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:

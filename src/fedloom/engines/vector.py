@@ -23,7 +23,7 @@ from torch.func import vmap
 
 from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
-from fedloom.engines.cohort import Asked, Cohort, upload
+from fedloom.engines.cohort import Asked, Cohort, upload, upload_all
 from fedloom.engines.convolution import patched
 from fedloom.engines.dropout import keyed
 from fedloom.engines.graph import activation_bytes, compiled, recorded, try_out
@@ -70,22 +70,23 @@ class Vector:
         done = _Done.like(asked, scored=any("final_score" in work.wants for _, work in parts))
         waiting = list(self._chunks(batches))
         while waiting:
-            places = waiting.pop(0)
+            places, fresh = waiting.pop(0), not self.kept
             try:
                 planned = plan([batches[k] for k in places])
                 order = np.array(places)[planned.order]
-                cohort = self._trained(asked.only(order), planned, order, done)
-                if done.score is not None:
-                    self._score([clients[k] for k in order], cohort, order, done.score)
+                self._train(asked.only(order), planned, order, [clients[k] for k in order], done)
                 continue
             except RuntimeError as error:
-                if not out_of_memory(error) or len(places) == 1:
+                if not out_of_memory(error) or (fresh and len(places) == 1):
                     raise
-            half = -(-len(places) // 2)  # outside of the handler, whose traceback holds on to memory
+            self.forget()  # outside of the handler, whose traceback holds on to memory
+            if not fresh:  # perhaps it was what earlier cohorts left there
+                waiting.insert(0, places)
+                continue
+            half = -(-len(places) // 2)
             LOG.warning("%d clients do not fit into memory together; trying %d at a time", len(places), half)
             self.together = half
-            self.forget()
-            waiting[:0] = [places[i : i + half] for i in range(0, len(places), half)]
+            waiting[:0] = [places[:half], places[half:]]
         steps = [len(own.lengths) for own in batches]
         return [done.answer(one.setup, work, steps, at) for (one, work), at in zip(parts, _slices(parts), strict=True)]
 
@@ -102,8 +103,9 @@ class Vector:
         for k, own in enumerate(batches):
             by_width.setdefault(self._width(own.longest), []).append(k)
         for alike in by_width.values():
-            for i in range(0, len(alike), self.together):
-                yield alike[i : i + self.together]
+            pieces = -(-len(alike) // self.together)
+            for piece in np.array_split(np.array(alike), pieces):
+                yield piece.tolist()
 
     def _width(self, longest: int) -> int:
         """How many places a batch gets: few different numbers, so that few recordings are made."""
@@ -117,24 +119,32 @@ class Vector:
     def _keeps(self) -> bool:
         return self.graphs or self.compile
 
-    def _trained(self, asked: Asked, planned: Plan, order: np.ndarray, done: "_Done") -> Cohort:
+    def _train(
+        self,
+        asked: Asked,
+        planned: Plan,
+        order: np.ndarray,
+        clients: "Sequence[tuple[Vector, Work, int]]",
+        done: "_Done",
+    ) -> None:
         """One chunk through all of its steps; its outcome goes into its places of the whole."""
         device = asked.start.device
-        there, seen, steps = (
-            upload(values, device)
-            for values in (order, np.maximum(planned.lengths.sum(0), 1), np.maximum(planned.steps, 1))
-        )
+        seen, steps = np.maximum(planned.lengths.sum(0), 1), np.maximum(planned.steps, 1)
+        rates = upload(asked.rates[: len(planned.samples)] * (planned.lengths > 0), device)
+        tables = [order, seen, steps, planned.samples, planned.lengths]
+        there, seen_there, steps_there, samples, lengths = upload_all(tables, device)
         cohort = self._cohort(asked, planned)
-        cohort.fill(asked, planned)
+        cohort.fill(asked, samples, lengths, rates)
         self._play(cohort, planned)
         n = len(order)
         done.rows[there] = cohort.start[:n] - cohort.x[:n]
-        done.losses[there] = cohort.total[:n] / seen
+        done.losses[there] = cohort.total[:n] / seen_there
         for name, values in cohort.buffers.items():
             done.buffers[name][there] = values[:n]
         if done.raw is not None and cohort.raw is not None:
-            done.raw[there] = cohort.raw[:n] / steps[:, None]
-        return cohort
+            done.raw[there] = cohort.raw[:n] / steps_there[:, None]
+        if done.score is not None:
+            self._score(clients, cohort, order, done.score)
 
     def _cohort(self, asked: Asked, planned: Plan) -> Cohort:
         """Memory for a chunk: that of an earlier one where it fits."""
@@ -171,14 +181,13 @@ class Vector:
         if not whole and not self.graphs:
             self.step(cohort, n, width)
             return
-        rows = room if whole else min(_power_of_two(n), room)
-        key = (rows, width, n == rows and not whole)
-        if key not in cohort.recorded:
-            cohort.recorded[key] = self._prepared(cohort, *key, whole=whole)
-        cohort.recorded[key]()
+        rows = room if 2 * n > room else _power_of_two(n)
+        if (rows, width) not in cohort.recorded:
+            cohort.recorded[rows, width] = self._prepared(cohort, rows, width, whole)
+        cohort.recorded[rows, width]()
 
-    def _prepared(self, cohort: Cohort, rows: int, width: int, full: bool, whole: bool) -> Callable[[], Any]:
-        step = partial(self.step, n=rows, width=width, full=full)
+    def _prepared(self, cohort: Cohort, rows: int, width: int, whole: bool) -> Callable[[], Any]:
+        step = partial(self.step, n=rows, width=width, all_go_on=False)
         run: Callable[[], Any] = partial(step, cohort)
         if whole:
             try:
@@ -191,8 +200,10 @@ class Vector:
                 LOG.warning("torch.compile failed, so steps run without it: %s", " ".join(str(error).split())[:200])
         return recorded(run, cohort, self.pool) if self.graphs else run
 
-    def step(self, cohort: Cohort, n: int, width: int, full: bool = True) -> None:
-        """The next step of the first n rows, with batches of one width; unless `full`, some of them have finished."""
+    def step(self, cohort: Cohort, n: int, width: int, all_go_on: bool = True) -> None:
+        """The next step of the first n rows, with batches of one width. Some of them may have finished, unless
+        `all_go_on`.
+        """
         samples, lengths, rates = (
             table.index_select(0, cohort.step.reshape(1))[0, :n]
             for table in (cohort.samples, cohort.lengths, cohort.rates)
@@ -204,7 +215,7 @@ class Vector:
             before = cohort.buffers[name][:n]
             goes_on = (lengths > 0).reshape(-1, *(1 for _ in before.shape[1:]))
             before.copy_(torch.where(goes_on, values, before))
-        if not full:  # whatever a finished row makes of a sample that is not its own
+        if not all_go_on:  # whatever a finished row makes of a sample that is not its own
             gradient = gradient.where(lengths[:, None] > 0, 0.0)
         cohort.update(gradient, lost, rates)
 
