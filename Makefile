@@ -54,15 +54,18 @@ format: $(STAMP)  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## sample gradients per second on this machine, beside a plain loop and the limit
-	OMP_NUM_THREADS=$$(nproc) $(BIN)/python benchmarks/throughput.py
+bench: $(STAMP)  ## on this machine: sample gradients per second, many clients, the server's stages
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python benchmarks/throughput.py $(BENCH)
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/server.py
 
 docs: $(STAMP)  ## write the reference pages in docs/ from what the code says
 	$(BIN)/python scripts/reference_pages.py
 
 gpu:  ## tests/gpu and the benchmarks on a CUDA machine, from src, nothing installed
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
-	PYTHONPATH=src $(PYTHON) benchmarks/throughput.py
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -m gpu tests/gpu
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) benchmarks/throughput.py $(BENCH)
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) benchmarks/server.py
 
 lock: $(STAMP)  ## resolve everything anew and write constraints.txt
 	$(BIN)/python scripts/lock.py --write

@@ -29,7 +29,7 @@ MATRICES = 12  # of [K, P] that a step may hold at once
 COMPILE = 6.0
 COMPILE_PER_TENSOR = 0.5
 SAVED_PER_TENSOR = 8e-6  # in a step
-SAVED_PER_BYTE = 1.3e-12  # of activations, four passes of which are saved at 3 TB/s
+SAVED_PER_BYTE = 1.3e-12  # of activations and, twice, of the matrix: four passes at 3 TB/s
 
 
 class Engine(Protocol):
@@ -111,7 +111,8 @@ def worth_compiling(setup: Setup, rounds: int, activations: int) -> bool:
         return False
     steps = rounds * setup.local.count_steps(int(setup.sizes.median()))
     tensors = len(setup.space.names)
-    saved = tensors * SAVED_PER_TENSOR + setup.per_round * _batch(setup) * activations * SAVED_PER_BYTE
+    row = _batch(setup) * activations + 2 * setup.space.size * setup.space.dtype.itemsize
+    saved = tensors * SAVED_PER_TENSOR + setup.per_round * row * SAVED_PER_BYTE
     return steps * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
 
 
