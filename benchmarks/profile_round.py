@@ -1,7 +1,7 @@
 """Where the time of one round goes: GPU kernels by kind, and how long the GPU waits for the host.
 
-`python benchmarks/profile_round.py [case] [method]` needs a CUDA device; it prints a table and writes JSON into
-benchmarks/results/. The run is compiled, and warm.
+`python benchmarks/profile_round.py [case] [method] [plain]` needs a CUDA device; it prints a table and writes JSON into
+benchmarks/results/. The run is warm, and compiled unless `plain`.
 """
 
 import re
@@ -48,7 +48,9 @@ def main() -> None:
     settings |= {"availability": None, "dropout_rate": 0.0, "clients_per_round": case.cohort, "device": "cuda"}
     local = fl.Local(epochs=case.epochs, batch_size=case.batch, lr=0.01)
     model = fl.model(case.model, data)
-    run = Training(model, data, method, rounds=100, local=local, engine="vector", compile=True, **settings)
+    run = Training(
+        model, data, method, rounds=100, local=local, engine="vector", compile="plain" not in sys.argv, **settings
+    )
     with run.simulation.numerics():
         for _ in range(5):
             run.round(evaluate=False)

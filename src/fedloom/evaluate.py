@@ -122,7 +122,8 @@ class Evaluator:
         self.task.model.eval()
         outputs, losses = [], []
         for x, y in zip(torch.split(holdout.x, BATCH), torch.split(holdout.y, BATCH), strict=True):
-            found = self.task.outputs(flat, buffers, self.preparation.clean(x, flat.dtype))
+            prepared = self.task.laid_out(self.preparation.clean(x, flat.dtype))
+            found = self.task.outputs(flat, buffers, prepared)
             losses.append(self.task.loss(found, y))
             outputs.append(_labels(found) if self.score in OF_LABELS else found)
         return torch.cat(outputs), torch.cat(losses).double()

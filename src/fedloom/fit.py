@@ -39,7 +39,7 @@ def fit(
     dropout_rate: float = 0.0,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
-    checkpoint_every: int = 10,
+    checkpoint_every: int | None = None,
     resume: bool = False,
 ) -> Result:
     """Train a model over a federation.
@@ -52,7 +52,7 @@ def fit(
     averages, as lists `between_test_*` in the round's line.
     With `patience`, the run ends after so many evaluations in which the validation score gained no more than
     `min_gain` of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
-    `checkpoint_every` rounds and to `resume` from.
+    `checkpoint_every` rounds (None: every half minute, and at the end) and to `resume` from.
 
     `engine` is "loop" (client by client), "vector" (the cohort as one matrix) or "auto", a fixed rule. `compile` says
     whether a cohort's step is compiled; None does it where a run is long enough to gain from it. `max_memory` is how

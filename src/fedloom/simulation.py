@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from fedloom.population import Absence, Availability, Population
 from fedloom.round import Outcome, RunState, Traffic, begin_run, play_round
 from fedloom.space import average_buffers, buffers_of
 from fedloom.stages import Setup, Updates, Work
-from fedloom.task import Loss, Precision, Task, check_fit
+from fedloom.task import Loss, Precision, Task, check_fit, takes_channels_last
 
 CPU = torch.device("cpu")
 Returned = TypeVar("Returned")
@@ -102,6 +102,7 @@ class Simulation:
             start=task.space.flatten(task.model),
         )
         check_fit(task, moved, local)
+        task = replace(task, channels_last=takes_channels_last(task, moved))
         pipeline = method.pipeline()
         absence = Absence.of(availability, dropout_rate, len(federation))
         return cls(

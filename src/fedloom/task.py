@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -57,6 +57,7 @@ class Task:
     space: Space
     loss: Loss
     precision: Precision = "auto"
+    channels_last: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, loss: str | Loss | None, device: torch.device, precision: Precision) -> "Task":
@@ -100,6 +101,10 @@ class Task:
                         places.setdefault(name, []).append((kept, key))
         return places
 
+    def laid_out(self, x: Tensor) -> Tensor:
+        """Images in the order in memory that convolutions and poolings on a CPU are fastest in: channels last."""
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
+
     def losses(self, flat: Tensor, buffers: Buffers, x: Tensor, y: Tensor) -> Tensor:
         """One loss per sample [B]."""
         return self.loss(self.outputs(flat, buffers, x), y)
@@ -142,6 +147,24 @@ def check_fit(task: Task, federation: Federation, local: Local) -> None:
             "leave the mean out (reduction='none')"
         )
     _check_single_samples(task, federation, local)
+
+
+def takes_channels_last(task: Task, federation: Federation) -> bool:
+    """Does a convolutional model on a CPU train on images that lie channels last? One that calls `view` may not."""
+    flat = task.space.flatten(task.model)
+    if flat.device.type != "cpu" or not any(isinstance(module, nn.Conv2d) for module in task.model.modules()):
+        return False
+    task.model.train()
+    x, y = federation.batch(torch.arange(min(2, len(federation.x))), flat.dtype)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            leaf = flat.requires_grad_()
+            other = replace(task, channels_last=True)
+            losses = other.losses(leaf, buffers_of(task.model), other.laid_out(x), y)
+            torch.autograd.grad(losses.sum(), leaf)
+    except Exception:  # a model may fail anywhere
+        return False
+    return True
 
 
 def _devices(device: torch.device) -> list[torch.device]:

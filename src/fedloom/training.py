@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LOG = logging.getLogger("fedloom")
+BETWEEN_CHECKPOINTS = 30.0  # seconds
 
 
 class Signal(Enum):
@@ -127,7 +128,7 @@ class Training:
         patience: int | None = None,
         min_gain: float = 0.0,
         checkpoint: str | Path | None = None,
-        checkpoint_every: int = 10,
+        checkpoint_every: int | None = None,
         resume: bool = False,
         engine: str = "auto",
         compile: bool | None = None,
@@ -144,7 +145,8 @@ class Training:
             raise ConfigError(f"min_gain must be a finite number of at least 0, not {min_gain!r}")
         _check_count("rounds", rounds)
         _check_count("eval_every", eval_every)
-        _check_count("checkpoint_every", checkpoint_every)
+        if checkpoint_every is not None:
+            _check_count("checkpoint_every", checkpoint_every)
         if patience is not None:
             _check_count("patience", patience)
             if federation.validation is None:
@@ -162,6 +164,7 @@ class Training:
         self.simulation = Simulation.of(model, federation, Method(method), rounds=rounds, wishes=wishes, **settings)
         self.state = self.simulation.begin()
         self.history: list[dict[str, Any]] = []
+        self.saved = time.monotonic()
         self.trained = 0.0  # seconds that the clients of this round trained
         self.resumed = resume
         if resume:
@@ -201,7 +204,7 @@ class Training:
                 stopped = "callback"
             elif self.best.tired:
                 stopped = "patience"
-            if stopped != "rounds" or last or number % self.checkpoint_every == 0:
+            if stopped != "rounds" or last or self._due():
                 self.save()
         return Result(self.state.theta, self.model(), self.history, stopped)
 
@@ -288,7 +291,14 @@ class Training:
         self.simulation.setup.space.load(deployable, theta, buffers)
         return deployable
 
+    def _due(self) -> bool:
+        """Is it time for a checkpoint? Many large memories take long to write: time counts, not rounds."""
+        if self.checkpoint_every is not None:
+            return self.state.round % self.checkpoint_every == 0
+        return time.monotonic() - self.saved >= BETWEEN_CHECKPOINTS
+
     def save(self) -> None:
+        self.saved = time.monotonic()
         if self.folder is None:
             return
         best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}

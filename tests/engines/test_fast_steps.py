@@ -216,3 +216,44 @@ def test_the_plan_holds_every_batch() -> None:
             assert found.samples[s, row, : len(batch)].tolist() == batch.tolist()
             assert (found.samples[s, row, len(batch) :] == batch[0]).all()
         assert (found.lengths[len(clients[k].lengths) :, row] == 0).all()
+
+
+class Viewing(nn.Module):
+    """Calls `view`, which wants samples that lie channel by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(3, 4, 3), nn.Linear(144, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convolution(x)
+        return self.last(x.view(len(x), -1))  # type: ignore[no-any-return]
+
+
+def test_channels_last_where_the_model_takes_it() -> None:
+    torch.manual_seed(0)
+    data = federation((3, 8, 8))
+    reshaping = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 3)).double()
+    viewing = Viewing().double()
+    viewing.load_state_dict(dict(zip(viewing.state_dict(), reshaping.state_dict().values(), strict=True)))
+    found = []
+    for model, takes in ((reshaping, True), (viewing, False), (dense(), False)):
+        given = data if takes or model is viewing else federation()
+        run = Training(model, given, "fedavg", rounds=3, **{**SETTINGS, "clients_per_round": 5, "engine": "loop"})
+        assert run.simulation.task.channels_last == takes
+        found.append(run.run().params)
+    assert apart(found[0], found[1]) < 1e-12
+
+
+def test_checkpoints_come_by_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Without a number of rounds: every half minute, and at the end."""
+    for seconds, wanted in ((30.0, [4]), (0.0, [1, 2, 3, 4])):
+        monkeypatch.setattr("fedloom.training.BETWEEN_CHECKPOINTS", seconds)
+        saved: list[int] = []
+        run = Training(dense(), federation(), "fedavg", rounds=4, checkpoint=tmp_path / str(seconds), **SETTINGS)
+        save = run.save
+        monkeypatch.setattr(
+            run, "save", lambda run=run, save=save, saved=saved: (saved.append(run.state.round), save())
+        )
+        run.run()
+        assert saved == wanted

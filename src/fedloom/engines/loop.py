@@ -92,7 +92,7 @@ class Loop:
         inputs, targets = self.federation.batch(torch.from_numpy(batch).to(x.device), x.dtype, draws)
         leaf = x.detach().requires_grad_()
         with keyed(self.task.model, key, step):
-            losses = self.task.losses(leaf, buffers, inputs, targets)
+            losses = self.task.losses(leaf, buffers, self.task.laid_out(inputs), targets)
         (gradient,) = torch.autograd.grad(losses.mean(), leaf)
         return gradient, losses.detach()
 
