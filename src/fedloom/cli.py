@@ -1,8 +1,9 @@
-"""The command line: `fedloom run`, `compare`, `methods`, `data`, `models`, `evaluate`."""
+"""The command line: `fedloom run`, `compare`, `methods`, `data`, `models`, `evaluate`, `bench`."""
 
 import dataclasses
 import functools
 import inspect
+import logging
 import sys
 import typing
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def with_settings(*without: str) -> Callable[[Callable[..., None]], Callable[...
 
 
 def _read(value: Any) -> Any:
-    """What was written, as a config file would read it: a number, none, or a text."""
+    """What was written, as a config file would read it: a number, none, true, false, or a text."""
     if not isinstance(value, str):
         return value
     for read in (int, float):
@@ -68,7 +69,7 @@ def _read(value: Any) -> Any:
             return read(value)
         except ValueError:
             pass
-    return None if value.lower() == "none" else value
+    return {"none": None, "true": True, "false": False}.get(value.lower(), value)
 
 
 @app.command()
@@ -145,6 +146,29 @@ def compare(
     out.print(table(done))
     write_text(folder / "table.csv", csv_text(done))
     _write_page(folder, "comparison_page", done)
+
+
+@app.command()
+def bench(
+    seconds: Annotated[float, typer.Option(help="For each measurement.", min=0.01)] = 0.5,
+    keep: Annotated[bool, typer.Option(help="Write what was found, for all later runs with --engine auto.")] = True,
+) -> None:
+    """Measure when a cohort is faster as one matrix on this machine's CPU, and set the rule for --engine auto by it."""
+    from fedloom.engines.rule import Measured, measure, rule, save
+
+    def show(one: Measured) -> None:
+        faster = "vector" if one.vector > one.loop else "loop"
+        line = f"{one.clients:>3} clients x {one.parameters:>6,} parameters: loop {one.loop:>10,.0f} samples/s, "
+        out.print(f"{line}vector {one.vector:>10,.0f}: {faster}", highlight=False, soft_wrap=True)
+
+    before, found = rule(), measure(show, seconds)
+    if found.vector_below:
+        said = f"vector from {found.vector_from} clients a round, for models below {found.vector_below:,} parameters"
+    else:
+        said = "never vector"
+    out.print(f"dense models on this CPU: {said}", highlight=False, soft_wrap=True)
+    if keep:
+        out.print(f"wrote {save(found)} (it was: {before})", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -294,6 +318,7 @@ def _write_page(folder: Path, kind: str, content: Any) -> None:
 
 def main() -> None:
     """Exit codes: 0 done, 2 bad input, 130 interrupted."""
+    _log_to_stderr()
     try:
         code = app(standalone_mode=False) or 0
     except FedloomError as error:
@@ -313,6 +338,23 @@ def main() -> None:
     if code == INTERRUPTED:  # typer catches the signal itself inside of a command
         _complain("interrupted; continue with --resume")
     sys.exit(code)
+
+
+def _log_to_stderr() -> None:
+    """What Fedloom has to say, each thing once: the runs of a comparison would repeat it."""
+    said: set[str] = set()
+
+    def new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        known = record.levelno < logging.WARNING and text in said
+        said.add(text)
+        return not known
+
+    handler = logging.StreamHandler()
+    handler.addFilter(new)
+    log = logging.getLogger("fedloom")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 def _complain(message: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import choose
+from fedloom.engines.rule import Rule
 from fedloom.engines.threads import Threads
 from fedloom.engines.vector import Vector, mixes_samples
 from fedloom.models.catalogue import REGISTRY, Shape, load_models
@@ -211,7 +212,7 @@ def test_shared_out_among_threads(engine: str, most: float, method: str, monkeyp
     """The same clients on two cores: the loop to the bit, the matrix up to its rounding."""
     settings: dict[str, Any] = {"rounds": 3, "clients_per_round": 5, "local": LOCALS["momentum"], "engine": engine}
     alone = fl.fit(normed(), federation(sizes=BATCHES), method, **settings)
-    monkeypatch.setattr(choose, "SHARED_FROM", 0)
+    monkeypatch.setattr(choose, "rule", lambda: Rule(shared_from=0))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     seen: list[str] = []
     train = Threads.train
@@ -244,7 +245,7 @@ def test_a_model_that_draws_itself_is_trained_in_a_loop_on_one_core(monkeypatch:
     torch.manual_seed(0)
     model = Noisy().double()
     alone = fl.fit(model, federation(), rounds=3, engine="loop")
-    monkeypatch.setattr(choose, "SHARED_FROM", 0)
+    monkeypatch.setattr(choose, "rule", lambda: Rule(shared_from=0))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for engine in ("loop", "vector"):
         assert torch.equal(fl.fit(model, federation(), rounds=3, engine=engine).params, alone.params)

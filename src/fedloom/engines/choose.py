@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedloom.engines.loop import Loop
+from fedloom.engines.rule import rule
 from fedloom.engines.threads import Threads, draws_itself
 from fedloom.engines.vector import Vector, mixes_samples, trial
 from fedloom.errors import ConfigError, nearest
@@ -20,9 +21,6 @@ from fedloom.task import Task
 
 ENGINES = ("auto", "loop", "vector")
 LOG = logging.getLogger("fedloom")
-VECTOR_FROM = 6  # clients in a round, and
-VECTOR_BELOW = 30_000  # parameters: on a CPU one matrix pays only where a step is too short for its calls
-SHARED_FROM = 4_000_000  # rows x batch x parameters of a step: below, threads wait for each other
 MATRICES = 12  # of [K, P] that a step may hold at once
 
 # What compiling costs and saves on an H200, in seconds (benchmarks/README.md says how it was measured).
@@ -82,7 +80,10 @@ class Wishes:
 
 def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int) -> Engine:
     name = wishes.engine
-    chosen = ("vector" if vector_wins(task.model, setup) else "loop") if name == "auto" else name
+    wins, why = vector_wins(task.model, setup)
+    chosen = ("vector" if wins else "loop") if name == "auto" else name
+    if name == "auto":
+        LOG.info("engine %s: %s", chosen, why)
     if chosen == "vector":
         tried = trial(task, federation, setup)
         if not tried.why_not:
@@ -129,7 +130,7 @@ def _on_cores(engine: Loop | Vector) -> Engine:
     if setup.device.type != "cpu" or cores < 2:
         return engine
     rows = setup.per_round // cores if isinstance(engine, Vector) else 1
-    if rows * _batch(setup) * setup.space.size < SHARED_FROM or draws_itself(engine.task, engine.federation):
+    if rows * _batch(setup) * setup.space.size < rule().shared_from or draws_itself(engine.task, engine.federation):
         return engine
     return Threads.of(engine, cores)
 
@@ -141,14 +142,20 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def vector_wins(model: nn.Module, setup: Setup) -> bool:
-    """Is a cohort faster as one matrix? On a GPU always but for LSTMs, whose fused kernel is as fast. On a CPU for many
-    clients with a small dense model: large products gain nothing there, grouped convolutions lose to a loop, and
-    recurrent nets to PyTorch's own kernel.
+def vector_wins(model: nn.Module, setup: Setup) -> tuple[bool, str]:
+    """Is a cohort faster as one matrix, and why? On a GPU always but for LSTMs, whose fused kernel is as fast. On a CPU
+    for many clients with a small dense model: large products gain nothing there, grouped convolutions lose to a loop,
+    and recurrent nets to PyTorch's own kernel.
     """
     if any(isinstance(module, LSTMLayer | nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
-        return False
+        return False, "PyTorch's kernel for recurrent nets takes one client at a time"
     if setup.device.type == "cuda":
-        return True
-    dense = not any(isinstance(module, nn.modules.conv._ConvNd | nn.Embedding) for module in model.modules())
-    return dense and setup.per_round >= VECTOR_FROM and setup.space.size < VECTOR_BELOW
+        return True, "on a GPU the whole cohort is one matrix"
+    if any(isinstance(module, nn.modules.conv._ConvNd | nn.Embedding) for module in model.modules()):
+        return False, "on a CPU convolutions and embeddings are faster client by client"
+    known = rule()
+    few, small = setup.per_round < known.vector_from, setup.space.size < known.vector_below
+    if few or not small:
+        what = f"{setup.per_round} clients a round are few" if few else f"{setup.space.size:,} parameters are many"
+        return False, f"{what} for one matrix on a CPU"
+    return True, "a small dense model of many clients is faster as one matrix"
