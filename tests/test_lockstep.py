@@ -2,17 +2,19 @@
 
 import csv
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.cli import app
+from fedloom.engines import vector
 from fedloom.engines.vector import Vector
 from fedloom.lockstep import alike, run_together
 from fedloom.stages import Updates, Work
@@ -113,15 +115,79 @@ def test_runs_that_differ_are_trained_apart(joined: list[int]) -> None:
     assert alike(runs[0], runs[1])
     assert not any(alike(runs[0], run) for run in runs[2:])
     assert not alike(runs[7], runs[8])
+    joined.clear()
     results = run_together(runs, [[] for _ in runs])
     assert joined[0] == 2
+    assert set(joined) == {1, 2}
     assert all(len(result.history) == 4 for result in results)
 
 
-def test_time_is_shared_out(joined: list[int]) -> None:
-    results = run_together([training(seed=seed) for seed in range(3)], [[], [], []])
+def test_time_is_shared_out() -> None:
+    began = time.perf_counter()
+    results = run_together([training(seed=seed) for seed in range(4)], [[], [], [], []])
     seconds = [result.history[-1]["seconds"] for result in results]
+    assert 0 < sum(seconds) <= time.perf_counter() - began
     assert max(seconds) < 3 * min(seconds)
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    def fail(event: fl.Event) -> None:
+        if event.round == 3:
+            raise OSError("the disk is gone")
+
+    folders = [tmp_path / str(seed) for seed in range(3)]
+    runs = [training(seed=seed, rounds=6, checkpoint=folder) for seed, folder in enumerate(folders)]
+    ended: list[int] = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        run_together(runs, [[], [fail], []], lambda i, result: ended.append(i))
+    assert ended == [0, 2]
+    assert [run.state.round for run in runs] == [6, 3, 6]
+    assert training(seed=1, rounds=6, checkpoint=folders[1], resume=True).state.round == 3
+
+
+class Scale(nn.Module):
+    """Two of these look the same."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.linear = factor, nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_models_that_only_look_alike() -> None:
+    assert alike(training(model=Scale(1.0)), training(model=Scale(1.0)))
+    assert not alike(training(model=Scale(1.0)), training(model=Scale(3.0)))
+
+
+def test_works_that_do_not_fit_together(joined: list[int]) -> None:
+    """Of five runs of four clients, two fit; a device that has no room even for their starts takes them in halves."""
+    wanted = [training("adabest", seed=seed).run() for seed in range(5)]
+    runs = [training("adabest", seed=seed) for seed in range(5)]
+    lead = runs[0].simulation.engine
+    assert isinstance(lead, Vector)
+    lead.together = 8
+    joined.clear()
+    for one, other in zip(wanted, run_together(runs, [[] for _ in runs]), strict=True):
+        assert apart(other.params, one.params) < 1e-9
+    assert set(joined) == {2, 1}
+
+
+def test_memory_that_runs_out_before_a_step(monkeypatch: pytest.MonkeyPatch, joined: list[int]) -> None:
+    asked = vector._asked
+
+    def tight(parts: Sequence[tuple[Vector, Work]]) -> Any:
+        if len(parts) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return asked(parts)
+
+    wanted = [training(seed=seed).run() for seed in range(5)]
+    monkeypatch.setattr(vector, "_asked", tight)
+    found = run_together([training(seed=seed) for seed in range(5)], [[] for _ in range(5)])
+    assert max(joined) == 5
+    for one, other in zip(wanted, found, strict=True):
+        assert apart(other.params, one.params) < 1e-9
 
 
 def test_an_interrupt_saves_every_run(tmp_path: Path) -> None:

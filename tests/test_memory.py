@@ -1,7 +1,6 @@
 """What clients remember lies on the device, in the host's memory or on disk, and reads the same from everywhere."""
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +108,60 @@ def test_a_full_disk_is_said_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["adabest", "scaffold", "feddyn"])
-def test_a_run_under_a_tight_budget(method: str, maps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", None)
+def test_a_run_under_a_tight_budget(method: str, maps: list[int]) -> None:
     runs = [
         fl.fit(dense(), federation(), method, rounds=6, clients_per_round=4, engine="loop", max_memory=size)
         for size in (None, 100)
     ]
     assert maps
     assert apart(runs[1].params, runs[0].params) == 0
+
+
+@pytest.mark.parametrize("budget", [0, 10, 16, 17, 40, 100])
+def test_no_more_than_the_budget_lies_in_memory(budget: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Counted by what was allocated, not by what the room says."""
+    near: dict[int, int] = {}
+    empty = torch.empty
+
+    def counted(shape: Any, **how: Any) -> torch.Tensor:
+        made = empty(shape, **how)
+        if made.dim() == 2:
+            near[made.data_ptr()] = made.numel() * 8
+        return made
+
+    monkeypatch.setattr(memories, "CHUNK", 20 * ROW)
+    monkeypatch.setattr(torch, "empty", counted)
+    room = Room(device=budget * ROW, folder=tmp_path)
+    kept, known = filled(room)
+    check(kept, known)
+    alive = sum(near[c.data_ptr()] for c in kept._slabs["h"].chunks if c.data_ptr() in near)
+    assert alive <= budget * ROW
+    assert room.device >= 0
+
+
+def test_restoring_in_the_middle_of_a_round() -> None:
+    kept, _ = filled(Room())
+    saved = kept.tensors()
+    kept.write(torch.tensor([500]), 50, {"h": torch.ones(1, P, dtype=torch.float64), "t": torch.ones(1).double()})
+    kept.restore(saved)
+    kept.settle()
+    assert not kept.read(torch.tensor([500]), 60)["h"].any()
+
+
+def test_runs_at_the_same_time_share_one_budget(tmp_path: Path) -> None:
+    from fedloom.experiment.config import RunConfig
+    from fedloom.experiment.run import Job, start_runs
+
+    rooms: list[Room] = []
+    config = RunConfig(model="logistic", method="adabest", rounds=2, engine="vector", max_memory=100_000)
+    init = memories.Memory.__post_init__
+
+    def watched(self: Memory) -> None:
+        rooms.append(self.room)
+        init(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memories.Memory, "__post_init__", watched)
+        start_runs([Job(config, tmp_path / "a"), Job(config, tmp_path / "b")])
+    assert len(rooms) == 2
+    assert rooms[0] is rooms[1]

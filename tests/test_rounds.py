@@ -1443,3 +1443,24 @@ def test_result_does_not_share_memory_with_the_given_data() -> None:
     for (x, y), (was_x, was_y) in zip(clients, CLIENTS, strict=True):
         assert np.array_equal(x, was_x)
         assert np.array_equal(y, was_y)
+
+
+def test_an_interrupt_between_state_and_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whenever Ctrl-C comes, a resumed run has a line for every round."""
+    from fedloom.population import Population
+
+    settle, calls = Population.settle, list[int]()
+
+    def tripping(self: Population) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        settle(self)
+
+    monkeypatch.setattr(Population, "settle", tripping)
+    data = fl.Federation.from_arrays([(torch.randn(4, 3), [0, 1, 0, 1]), (torch.randn(4, 3), [1, 1, 0, 0])])
+    model = nn.Linear(3, 2)
+    with pytest.raises(KeyboardInterrupt):
+        fl.fit(model, data, "adabest", rounds=5, checkpoint=tmp_path)
+    result = fl.fit(model, data, "adabest", rounds=5, checkpoint=tmp_path, resume=True)
+    assert [row["round"] for row in result.history] == [1, 2, 3, 4, 5]

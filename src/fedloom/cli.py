@@ -340,20 +340,21 @@ def main() -> None:
     sys.exit(code)
 
 
-def _log_to_stderr() -> None:
-    """What Fedloom has to say, each thing once: the runs of a comparison would repeat it."""
-    said: set[str] = set()
+class _Stderr(logging.Handler):
+    """What Fedloom has to say; what is no warning once, since the runs of a comparison would repeat it."""
 
-    def new(record: logging.LogRecord) -> bool:
+    said: typing.ClassVar[set[str]] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        known = record.levelno < logging.WARNING and text in said
-        said.add(text)
-        return not known
+        if record.levelno >= logging.WARNING or text not in self.said:
+            sys.stderr.write(f"{text}\n")
+        self.said.add(text)
 
-    handler = logging.StreamHandler()
-    handler.addFilter(new)
+
+def _log_to_stderr() -> None:
     log = logging.getLogger("fedloom")
-    log.addHandler(handler)
+    log.handlers = [_Stderr()]
     log.setLevel(logging.INFO)
 
 

@@ -351,9 +351,10 @@ def _cast(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     kind = dtype if values.is_floating_point() else values.dtype
     if values.dtype == kind and values.device == device:
         return values
-    key = (values.data_ptr(), values.shape, values.stride(), values.dtype, values._version, device, kind)
-    found = _MOVED.get(key)
-    if found is None:
-        found = _MOVED[key] = values.to(device, kind)
-        found.moved_from = values  # type: ignore[attr-defined]  # as long as it lives, nothing else has its address
-    return found
+    moved = values.to(device, kind)
+    key = (values.data_ptr(), values.shape, values.stride(), values.dtype, device, kind)
+    known = _MOVED.get(key)
+    if known is not None and torch.equal(known, moved):  # the owner may have changed them since
+        return known
+    _MOVED[key] = moved
+    return moved

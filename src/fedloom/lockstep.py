@@ -5,12 +5,14 @@ runs one after the other, up to rounding, and a GPU that ten clients leave idle 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from fedloom.engines.vector import Vector
+from fedloom.errors import out_of_memory
 from fedloom.simulation import guarded
+from fedloom.space import buffers_of
 from fedloom.stages import Updates, Work
 from fedloom.training import Callback, Result, Training
 
@@ -28,22 +30,40 @@ def alike(one: Training, other: Training) -> bool:
         and a.setup.space == b.setup.space
         and a.task.loss == b.task.loss
         and a.task.precision == b.task.precision
+        and a.engine.mixes == b.engine.mixes
         and repr(a.task.model) == repr(b.task.model)
-        and _frozen_alike(a.engine, b.engine)
+        and _same_answers(a.engine, b.engine)
     )
 
 
-def _frozen_alike(a: Vector, b: Vector) -> bool:
+def _same_answers(a: Vector, b: Vector) -> bool:
+    """Are both models the same function? Frozen parameters and plain attributes may differ."""
     mine, theirs = dict(a.task.model.named_parameters()), dict(b.task.model.named_parameters())
     frozen = set(mine) - set(a.task.space.names)
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in frozen)
+    if mine.keys() != theirs.keys() or not all(torch.equal(mine[name], theirs[name]) for name in frozen):
+        return False
+    flat, buffers = a.task.space.flatten(a.task.model), buffers_of(a.task.model)
+    x = a.federation.batch(torch.arange(min(2, len(a.federation.x)), device=flat.device), flat.dtype)[0]
+    answers = []
+    for task in (a.task, b.task):
+        task.model.eval()
+        with torch.no_grad():
+            answers.append(task.outputs(flat, dict(buffers), x))
+    return torch.equal(*answers)
 
 
-def run_together(trainings: Sequence[Training], callbacks: Sequence[Sequence[Callback]]) -> list[Result]:
-    """Play all runs to their ends, round by round."""
+def run_together(
+    trainings: Sequence[Training],
+    callbacks: Sequence[Sequence[Callback]],
+    finished: Callable[[int, Result], None] = lambda i, result: None,
+) -> list[Result]:
+    """Play all runs to their ends, round by round; `finished` is told of each as soon as it has ended. A run that fails
+    is saved and left behind, and its error raised when all others have ended.
+    """
     playing = [training.works(own) for training, own in zip(trainings, callbacks, strict=True)]
     waiting: dict[int, Work] = {}
     results: dict[int, Result] = {}
+    errors: list[Exception] = []
 
     def go_on(i: int, updates: Updates | None) -> None:
         try:
@@ -51,6 +71,11 @@ def run_together(trainings: Sequence[Training], callbacks: Sequence[Sequence[Cal
         except StopIteration as end:
             waiting.pop(i, None)
             results[i] = end.value
+            finished(i, end.value)
+        except Exception as error:  # in its callbacks, its disk, its server: the other runs are not concerned
+            waiting.pop(i, None)
+            errors.append(error)
+            trainings[i].save()
 
     groups: list[list[int]] = []
     for i, training in enumerate(trainings):
@@ -66,10 +91,12 @@ def run_together(trainings: Sequence[Training], callbacks: Sequence[Sequence[Cal
                     asked = {i: waiting[i] for i in here}
                     for i, updates in zip(here, _trained(trainings, group[0], asked), strict=True):
                         go_on(i, updates)
-        except KeyboardInterrupt:
+        except BaseException:  # an interrupt, or a device that fails
             for training in trainings:
                 training.save()
             raise
+    if errors:
+        raise errors[0]
     return [results[i] for i in range(len(trainings))]
 
 
@@ -81,7 +108,8 @@ def _trained(trainings: Sequence[Training], first: int, asked: dict[int, Work]) 
     began = time.perf_counter()
     with guarded(trainings[first].simulation.setup.device):
         if isinstance(lead, Vector):
-            found = lead.train_together([(_engine(trainings[i]), work) for i, work in asked.items()])
+            parts = [(_engine(trainings[i]), work) for i, work in asked.items()]
+            found = [updates for some in _portions(lead, parts) for updates in _joined(lead, some)]
         else:
             found = [lead.train(work) for work in asked.values()]
     seconds = time.perf_counter() - began
@@ -89,6 +117,32 @@ def _trained(trainings: Sequence[Training], first: int, asked: dict[int, Work]) 
     for i, work in asked.items():
         trainings[i].trained += seconds * len(work) / max(rows, 1)
     return found
+
+
+Parts = list[tuple[Vector, Work]]
+
+
+def _portions(lead: Vector, parts: Parts) -> Iterator[Parts]:
+    """Works that fit into memory together, as far as that is known."""
+    some: Parts = []
+    for part in parts:
+        if some and sum(len(work) for _, work in [*some, part]) > lead.together:
+            yield some
+            some = []
+        some.append(part)
+    yield some
+
+
+def _joined(lead: Vector, parts: Parts) -> list[Updates]:
+    """Works as one cohort; in halves where memory runs out before a single step."""
+    try:
+        return lead.train_together(parts)
+    except RuntimeError as error:
+        if not out_of_memory(error) or len(parts) == 1:
+            raise
+    lead.forget()
+    half = len(parts) // 2
+    return [*_joined(lead, parts[:half]), *_joined(lead, parts[half:])]
 
 
 def _engine(training: Training) -> Vector:

@@ -34,11 +34,9 @@ class Room:
     host: int = 1 << 62
     folder: Path | None = None  # for what fits into neither; None: that of temporary files
 
-    def chunk(self, rows: int, like: Tensor, instead: Tensor | None = None) -> Tensor:
-        """Memory for so many rows, in the nearest place where there is room; `instead` of some on the device."""
+    def chunk(self, rows: int, like: Tensor) -> Tensor:
+        """Memory for so many rows, in the nearest place where there is room."""
         size = rows * max(like.numel(), 1) * like.element_size()
-        if instead is not None:
-            self.device += instead.numel() * instead.element_size()
         if size <= self.device:
             self.device -= size
             return torch.empty((rows, *like.shape), dtype=like.dtype, device=like.device)
@@ -69,6 +67,7 @@ class Slab:
     room: Room
     chunks: list[Tensor] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)  # first slot of each chunk
+    near: bool = False  # the first chunk lies on the device
 
     @property
     def most(self) -> int:
@@ -79,14 +78,17 @@ class Slab:
         """New slots, from `begin` on: in a larger first chunk while it is small and may lie on the device, or in one
         more.
         """
-        size = rows * max(self.like.numel(), 1) * self.like.element_size()
-        if len(self.chunks) == 1 and begin + rows <= self.most and size <= self.room.device:
-            larger = self.room.chunk(begin + rows, self.like, instead=self.chunks[0])
+        each = max(self.like.numel(), 1) * self.like.element_size()
+        left = self.room.device
+        if self.near and len(self.chunks) == 1 and begin + rows <= self.most and rows * each <= left:
+            self.room.device += begin * each
+            larger = self.room.chunk(begin + rows, self.like)
             larger[:begin] = self.chunks[0]
             self.chunks[0] = larger
         else:
             self.chunks.append(self.room.chunk(rows, self.like))
             self.begins.append(begin)
+            self.near = len(self.chunks) == 1 and self.room.device < left
 
     def read(self, slots: Sequence[int]) -> Tensor:
         """[K, ...] on the device; a slot below 0 reads as zero."""
@@ -164,6 +166,7 @@ class Memory:
     def restore(self, tensors: State) -> None:
         self._free.extend(slot for kept in self._kept.values() for _, slot in kept)
         self._kept, slots = {}, []
+        self._written.clear()
         for client, w in tensors["where"].tolist():
             slots.append(self._slot())
             self._kept.setdefault(client, []).append((w, slots[-1]))

@@ -86,8 +86,8 @@ class Population:
         self.parts = parts
         self.setup = setup
         self.absence = absence
-        room = room or Room()
-        self.memory = {p.key: Memory(p.stage.remembers, setup.start, room) for p in parts if p.stage.remembers}
+        self.room = room or Room()
+        self.memory = {p.key: Memory(p.stage.remembers, setup.start, self.room) for p in parts if p.stage.remembers}
         self.known: tuple[Work, dict[str, State]] | None = None  # what was read for the Work that is out
 
     def prepare(self, work: Work) -> Work:

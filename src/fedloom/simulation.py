@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.engines.choose import Engine, Wishes, choose_engine, device_memory
+from fedloom.engines.choose import Engine, Wishes, choose_engine
 from fedloom.errors import ConfigError, RunError, out_of_memory
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
@@ -22,7 +22,6 @@ from fedloom.space import average_buffers, buffers_of
 from fedloom.stages import Setup, Updates, Work
 from fedloom.task import Loss, Precision, Task, check_fit, takes_channels_last
 
-CPU = torch.device("cpu")
 Returned = TypeVar("Returned")
 Playing = Generator[Work, Updates, Returned]
 ONE_THREAD_BELOW = 20_000_000  # parameters x batch: below, a step is too short to be shared among threads
@@ -66,6 +65,7 @@ class Simulation:
     engine: Engine
     population: Population
     evaluator: Evaluator
+    chosen: str  # which engine, and why
 
     @classmethod
     def of(
@@ -80,6 +80,7 @@ class Simulation:
         metric: str | Score,
         rounds: int,
         wishes: Wishes,
+        room: Room | None = None,
         device: str | torch.device,
         precision: Precision,
         seed: int,
@@ -104,6 +105,7 @@ class Simulation:
         check_fit(task, moved, local)
         task = replace(task, channels_last=takes_channels_last(task, moved))
         pipeline = method.pipeline()
+        engine, why = choose_engine(wishes, task, moved, setup, rounds)
         absence = Absence.of(availability, dropout_rate, len(federation))
         return cls(
             method,
@@ -111,9 +113,10 @@ class Simulation:
             setup,
             task,
             moved,
-            choose_engine(wishes, task, moved, setup, rounds),
-            Population(pipeline.clients, setup, absence, Room(wishes.budget(place), device_memory(CPU) // 4)),
+            engine,
+            Population(pipeline.clients, setup, absence, room or wishes.room(place)),
             Evaluator(task, moved.preparation, name, score),
+            f"engine {engine.name}: {why}",
         )
 
     def begin(self) -> RunState:

@@ -164,6 +164,7 @@ class Training:
         self.simulation = Simulation.of(model, federation, Method(method), rounds=rounds, wishes=wishes, **settings)
         self.state = self.simulation.begin()
         self.history: list[dict[str, Any]] = []
+        self.label = ""  # before warnings, where several runs give them
         self.saved = time.monotonic()
         self.trained = 0.0  # seconds that the clients of this round trained
         self.resumed = resume
@@ -195,6 +196,7 @@ class Training:
             raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
         for remark in self.simulation.method.remarks:
             LOG.warning(remark)
+        LOG.info(self.simulation.chosen)
         stopped = "patience" if self.best.tired else "rounds"
         while self.state.round < self.rounds and stopped == "rounds":
             number = self.state.round + 1
@@ -239,21 +241,25 @@ class Training:
                 outcome: Outcome = end.value
                 break
         measured = self.simulation.evaluate(outcome.state) if evaluate else {}
-        self.state = outcome.state
+        row = self._row(outcome, measured, time.perf_counter() - began - waited + self.trained)
+        self.state = outcome.state  # an interrupt between this line and the next is seen by `save`
+        self.history.append(row)
         self.simulation.population.settle()
-        self.history.append(self._row(outcome, measured, time.perf_counter() - began - waited + self.trained))
         for client in outcome.traffic.diverged:
-            LOG.warning("round %d: client %d diverged (loss or update not finite); left out", self.state.round, client)
+            self._warn("client %d diverged (loss or update not finite); left out", client)
         # Asking the device for it in every round would stop it; a round in which nobody trained has time for it.
         asked = evaluate or outcome.record is None
         if asked and not bool(torch.isfinite(self.state.theta).all()):
-            LOG.warning("round %d: the model is no longer finite; lower a learning rate", self.state.round)
+            self._warn("the model is no longer finite; lower a learning rate")
         if outcome.record is None:
-            LOG.warning("round %d: no usable update came back; the model stays as it was", self.state.round)
+            self._warn("no usable update came back; the model stays as it was")
         if measured and self.best.patience is not None:
             score = measured.get(f"validation_{self.simulation.evaluator.name}", -measured["validation_loss"])
             self.best.see(score, self.simulation.deployed(self.state), self.state.buffers)
         return outcome
+
+    def _warn(self, message: str, *values: object) -> None:
+        LOG.warning(f"{self.label}round %d: {message}", self.state.round, *values)
 
     def _row(self, outcome: Outcome, measured: Mapping[str, float], seconds: float) -> dict[str, Any]:
         traffic = outcome.traffic
@@ -299,7 +305,7 @@ class Training:
 
     def save(self) -> None:
         self.saved = time.monotonic()
-        if self.folder is None:
+        if self.folder is None or len(self.history) != self.state.round:
             return
         best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
         notes = {"score": self.best.score, "waited": self.best.waited}

@@ -164,3 +164,15 @@ def test_the_test_set_is_that_of_the_chosen_clients() -> None:
     assert len(chosen) == (sizes >= 200).sum()
     assert chosen.test is not None
     assert len(chosen.test.x) == tests[sizes >= 200].sum()
+
+
+def test_moved_data_are_shared_and_never_stale() -> None:
+    """Two runs that live at the same time share their samples; what their owner changed since is seen."""
+    numbers = np.ones((4, 2), dtype=np.float32)
+    federation = fl.Federation.from_tensor(torch.from_numpy(numbers), [0, 1, 0, 1], [0, 2, 4])
+    here = torch.device("cpu")
+    first, second = (federation.to(here, torch.float64) for _ in range(2))
+    assert first.x is second.x
+    numbers *= 3
+    assert federation.to(here, torch.float64).x.tolist() == [[3.0, 3.0]] * 4
+    assert first.x.tolist() == [[1.0, 1.0]] * 4

@@ -84,7 +84,9 @@ def test_a_compiled_step_is_the_same_step(
     assert apart(compiled.params, plain.params) < 1e-9
 
 
-def test_dropout_augmentation_and_batch_norm_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_augmentation_and_batch_norm_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 3)]
     model = nn.Sequential(*layers).double()
@@ -99,6 +101,7 @@ def test_dropout_augmentation_and_batch_norm_compile(monkeypatch: pytest.MonkeyP
         for engine, way in (("loop", None), ("vector", True))
     ]
     assert compilations
+    assert "torch.compile failed" not in caplog.text
     assert apart(runs[1].params, runs[0].params) < 1e-9
 
 
@@ -257,3 +260,75 @@ def test_checkpoints_come_by_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any
         )
         run.run()
         assert saved == wanted
+
+
+@pytest.mark.parametrize("name", ["cnn-mcmahan", "cnn-reddi", "lenet5"])
+def test_narrow_convolutions_under_autocast(name: str) -> None:
+    """bfloat16 keeps the matrix engine, and is as near to the loop as bfloat16 is."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(12, 3, 32, 32, generator=generator), torch.arange(12) % 3
+    data = fl.Federation.from_tensor(x, y, [0, 4, 8, 12], classes=3)
+    settings: dict[str, Any] = {**SETTINGS, "clients_per_round": 3, "precision": "bf16", "rounds": 1}
+    settings["local"] = fl.Local(steps=1, batch_size=4)
+    runs = [Training(fl.model(name, data), data, "fedavg", engine=e, **settings) for e in ("loop", "vector")]
+    assert runs[1].simulation.engine.name == "vector"
+    assert apart(*(run.run().params for run in runs)) < 1e-3
+
+
+def test_a_convolution_by_keyword() -> None:
+    layer = nn.Conv2d(3, 4, 3).double()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    with patched(layer):
+        found = nn.functional.conv2d(input=x, weight=layer.weight, bias=layer.bias)
+    assert torch.allclose(found, layer(x), atol=1e-12)
+
+
+class Tiny(nn.Module):
+    """Outputs far below 1 that depend on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        return 1e-6 * (out - out.mean(0))  # type: ignore[no-any-return]
+
+
+def balanced(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss in which the samples of a batch touch each other."""
+    counts = torch.nn.functional.one_hot(targets, 3).sum(0)
+    return nn.functional.cross_entropy(outputs, targets, reduction="none") / counts[targets]
+
+
+def hidden_norm() -> nn.Module:
+    """Batch norm behind a last layer that begins at zero."""
+    last = nn.Linear(8, 3)
+    nn.init.zeros_(last.weight)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), last)
+
+
+INSTANCES = [nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(6, 3)]
+MIXING = {
+    "behind zeros": (hidden_norm(), None),
+    "tiny outputs": (Tiny(), None),
+    "in the loss": (nn.Linear(6, 3), balanced),
+    "in a statistic": (nn.Sequential(*INSTANCES), None),
+}
+
+
+@pytest.mark.parametrize(("model", "loss"), MIXING.values(), ids=MIXING)
+@pytest.mark.parametrize("twins", [False, True])
+def test_samples_that_touch_each_other_are_noticed(model: nn.Module, loss: Any, twins: bool) -> None:
+    """Also where the first two samples are the same."""
+    data = federation(sizes=[0, 7, 20, 22, 54, 61, 64, 91])
+    if twins:
+        data.x[1] = data.x[0]
+    local = fl.Local(epochs=2, batch_size=8, lr=0.1)
+    runs = [
+        fl.fit(model.double(), data, rounds=2, clients_per_round=5, local=local, loss=loss, engine=engine)
+        for engine in ("loop", "vector")
+    ]
+    assert apart(runs[1].params, runs[0].params) < 1e-9
+    for a, b in zip(runs[0].model.buffers(), runs[1].model.buffers(), strict=True):
+        assert torch.allclose(a.double(), b.double(), atol=1e-12)

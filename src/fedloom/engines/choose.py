@@ -15,6 +15,7 @@ from fedloom.engines.threads import Threads, draws_itself
 from fedloom.engines.vector import Vector, mixes_samples, trial
 from fedloom.errors import ConfigError, nearest
 from fedloom.federation import Federation
+from fedloom.memory import Room
 from fedloom.models.recurrent import LSTMLayer
 from fedloom.stages import Setup, Updates, Work
 from fedloom.task import Task
@@ -77,20 +78,22 @@ class Wishes:
         """
         return (self.max_memory or device_memory(device) // 2) // 2
 
+    def room(self, device: torch.device) -> Room:
+        """For what clients remember; runs at the same time share one."""
+        return Room(self.budget(device), device_memory(torch.device("cpu")) // 4)
 
-def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int) -> Engine:
+
+def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int) -> tuple[Engine, str]:
+    """An engine, and why it was chosen."""
     name = wishes.engine
-    wins, why = vector_wins(task.model, setup)
-    chosen = ("vector" if wins else "loop") if name == "auto" else name
-    if name == "auto":
-        LOG.info("engine %s: %s", chosen, why)
-    if chosen == "vector":
+    wins, why = vector_wins(task.model, setup) if name == "auto" else (name == "vector", "as asked")
+    if wins:
         tried = trial(task, federation, setup)
         if not tried.why_not:
             batch = _batch(setup)
             row = MATRICES * setup.space.size * setup.space.dtype.itemsize + batch * tried.activations * 3 // 2
             wanted = wishes.compile
-            return _on_cores(
+            engine = _on_cores(
                 Vector(
                     task,
                     federation,
@@ -101,9 +104,11 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                     together=max(1, wishes.budget(setup.device) // row),
                 )
             )
+            return engine, f"{why}, compiled" if engine.compile else why
+        why = tried.why_not
         if name == "vector":
             LOG.warning("engine=vector: %s; clients are trained one after the other instead", tried.why_not)
-    return _on_cores(Loop(task, federation, setup))
+    return _on_cores(Loop(task, federation, setup)), why
 
 
 def worth_compiling(setup: Setup, rounds: int, activations: int) -> bool:

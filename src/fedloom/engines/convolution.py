@@ -27,7 +27,7 @@ class Patches(TorchFunctionMode):
 
 
 def _convolved(
-    x: Tensor,
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -35,8 +35,10 @@ def _convolved(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    (down, right), (tall, wide) = _pair(stride), weight.shape[2:]
-    if x.dim() != 4 or weight.shape[1] > FEW or groups != 1 or _pair(dilation) != (1, 1) or isinstance(padding, str):
+    (down, right), (tall, wide), x = _pair(stride), weight.shape[2:], input
+    plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str)
+    # Under autocast and vmap a product becomes bfloat16 where a convolution does not.
+    if x.dim() != 4 or weight.shape[1] > FEW or not plain or torch.is_autocast_enabled(x.device.type):
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     rows, columns = _pair(padding)
     if rows or columns:

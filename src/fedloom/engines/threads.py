@@ -30,7 +30,8 @@ class Threads:
 
     @classmethod
     def of(cls, engine: One, cores: int) -> "Threads":
-        copies = [replace(engine, task=copied(engine.task)) for _ in range(cores)]
+        share = replace(engine.setup, per_round=-(-engine.setup.per_round // cores))
+        copies = [replace(engine, task=copied(engine.task), setup=share) for _ in range(cores)]
         return cls(copies, ThreadPoolExecutor(cores, "fedloom", initializer=torch.set_num_threads, initargs=(1,)))
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 
 from fedloom.data.transforms import Draws
@@ -85,7 +85,7 @@ class Vector:
                 continue
             half = -(-len(places) // 2)
             LOG.warning("%d clients do not fit into memory together; trying %d at a time", len(places), half)
-            self.together = half
+            self.together = min(self.together, half)
             waiting[:0] = [places[:half], places[half:]]
         steps = [len(own.lengths) for own in batches]
         return [done.answer(one.setup, work, steps, at) for (one, work), at in zip(parts, _slices(parts), strict=True)]
@@ -399,15 +399,37 @@ def trial(task: Task, federation: Federation, setup: Setup) -> Trial:
 
 
 def mixes_samples(task: Task, federation: Federation) -> bool:
-    """Does an output depend on the other samples of its batch, as under batch norm?"""
+    """Does what one sample does depend on the other samples of its batch, as under batch norm?"""
+    for module in task.model.modules():
+        keeps_statistics = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) or keeps_statistics:
+            return True
     task.model.train()
     flat = task.space.flatten(task.model)
-    both = federation.batch(torch.arange(2, device=flat.device) % len(federation.x), flat.dtype)[0]
+    noise = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
+    flat = flat + 0.1 * noise  # a layer that begins at zero would hide what comes before it
+    x, y = federation.batch(_various(federation).to(flat.device), flat.dtype)
+    key = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    found = []
     try:
-        with torch.no_grad(), keyed(task.model, torch.zeros(2, dtype=torch.int64, device=flat.device), 0):
-            alone = task.outputs(flat, buffers_of(task.model), both[:1])
-        with torch.no_grad(), keyed(task.model, torch.zeros(2, dtype=torch.int64, device=flat.device), 0):
-            beside = task.outputs(flat, buffers_of(task.model), both)[:1]
+        for n in (1, len(x)):
+            buffers = buffers_of(task.model)
+            with torch.no_grad(), keyed(task.model, key, 0):
+                outputs = task.outputs(flat, buffers, x[:n])
+                found.append([outputs[:1], task.loss(outputs, y[:n])[:1], *buffers.values()])
     except (RuntimeError, ValueError):
         return True
-    return not torch.allclose(alone, beside, rtol=1e-3, atol=1e-4)
+    return any(
+        not torch.allclose(alone.double(), beside.double(), rtol=1e-3, atol=1e-3 * float(alone.double().abs().max()))
+        for alone, beside in zip(*found, strict=True)
+        if alone.numel()
+    )
+
+
+def _various(federation: Federation) -> Tensor:
+    """Places of a few samples: beside the first, one that differs from it, one of the same target, and others."""
+    x, y = federation.x[:1000].flatten(1), federation.y[:1000].reshape(len(federation.x[:1000]), -1)
+    other = (x != x[0]).any(1).nonzero().flatten()[:1]
+    same = (y == y[0]).all(1).nonzero().flatten()[1:2]
+    spread = torch.linspace(0, len(x) - 1, 6).long()
+    return torch.cat([torch.zeros(1, dtype=torch.int64), other.cpu(), same.cpu(), spread])

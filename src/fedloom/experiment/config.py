@@ -55,7 +55,7 @@ class RunConfig:
     seed: int = _setting(0, "Seed of data, model and run; the first one of a comparison.")
     engine: str = _setting("auto", "How cohorts are trained: auto, loop (client by client) or vector (all at once).")
     compile: bool | None = _setting(None, "Compile a cohort's step: true, false, or left out for runs that gain by it.")
-    max_memory: str | None = _setting(None, "Of the device, for cohorts and what clients remember: '8GB'.")
+    max_memory: int | str | None = _setting(None, "Of the device, for cohorts and what clients remember: '8GB'.")
     device: str = _setting("auto", "auto, cpu or cuda.")
     precision: Precision = _setting("auto", "auto (TF32 on a GPU), fp32 or bf16.")
     availability: float | str | None = _setting(None, "Share of the time that clients are there, or a trace file.")

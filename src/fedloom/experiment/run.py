@@ -31,8 +31,9 @@ from fedloom.experiment.folder import (
 )
 from fedloom.federation import Federation
 from fedloom.lockstep import run_together
+from fedloom.memory import Room
 from fedloom.models import model as make_model
-from fedloom.training import Callback, Event, Training
+from fedloom.training import Callback, Event, Result, Training
 
 _LAST: list[Federation] = []
 
@@ -79,7 +80,15 @@ class Job(NamedTuple):
 
 def start_runs(jobs: Sequence[Job], *, overwrite: bool = False, resume: bool = False) -> list[Run]:
     """Several runs in lockstep, each into its own folder."""
-    ready = [prepare_run(job.config.settled(), job.folder, resume) for job in jobs]
+    configs = [job.config.settled() for job in jobs]
+    room: list[Room] = []  # for what the clients of all runs remember
+    ready = []
+    for job, config in zip(jobs, configs, strict=True):
+        found = prepare_run(config, job.folder, resume, room[0] if room else None)
+        ready.append(found)
+        if not isinstance(found, Run):
+            room = room or [found[0].simulation.population.room]
+            found[0].label = f"{config.method}, seed {config.seed}: " if len(jobs) > 1 else ""
     done = {i: run for i, run in enumerate(ready) if isinstance(run, Run)}
     with ExitStack() as folders:
         begun = {
@@ -87,13 +96,19 @@ def start_runs(jobs: Sequence[Job], *, overwrite: bool = False, resume: bool = F
             for i, (job, found) in enumerate(zip(jobs, ready, strict=True))
             if not isinstance(found, Run)
         }
-        if begun:
-            trainings = [training for training, _, _ in begun.values()]
-            callbacks = [[record, *jobs[i].callbacks] for i, (_, record, _) in begun.items()]
-            results = run_together(trainings, callbacks) if len(begun) > 1 else [trainings[0].run(callbacks[0])]
-            for (i, (_, _, config)), result in zip(begun.items(), results, strict=True):
-                write_model(jobs[i].folder / MODEL, result.model)
-                done[i] = Run(jobs[i].folder, config, [json.loads(json_line(row)) for row in result.history])
+        trainings = [training for training, _, _ in begun.values()]
+        callbacks = [[record, *jobs[i].callbacks] for i, (_, record, _) in begun.items()]
+        places = list(begun)
+
+        def finished(k: int, result: Result) -> None:
+            i = places[k]
+            write_model(jobs[i].folder / MODEL, result.model)
+            done[i] = Run(jobs[i].folder, begun[i][2], [json.loads(json_line(row)) for row in result.history])
+
+        if len(trainings) == 1:
+            finished(0, trainings[0].run(callbacks[0]))
+        elif trainings:
+            run_together(trainings, callbacks, finished)
     return [done[i] for i in range(len(jobs))]
 
 
@@ -118,7 +133,9 @@ def _opened(
             yield training, record, config
 
 
-def prepare_run(config: RunConfig, folder: Path, resume: bool) -> Run | tuple[Training, Federation]:
+def prepare_run(
+    config: RunConfig, folder: Path, resume: bool, room: Room | None = None
+) -> Run | tuple[Training, Federation]:
     """What there is to do: a run that has finished already, or training that is ready to start. Writes nothing, and
     raises whatever a run would be refused for.
     """
@@ -149,6 +166,7 @@ def prepare_run(config: RunConfig, folder: Path, resume: bool) -> Run | tuple[Tr
         checkpoint=folder / CHECKPOINT,
         checkpoint_every=config.checkpoint_every,
         resume=resume,
+        room=room,
     )
     return training, federation
 
