@@ -36,7 +36,7 @@ class Case:
     batch: int
     epochs: int
     rounds: tuple[int, int]  # on a CPU, on a GPU
-    compiled: bool = True  # measure it compiled too, on a GPU
+    compiled: tuple[bool, bool] = (False, True)  # measure it compiled too? on a CPU, on a GPU
 
     @property
     def a_round(self) -> int:
@@ -46,10 +46,10 @@ class Case:
 
 CASES = {
     "cnn": Case("cnn-mcmahan", (3, 32, 32), 10, 100, 500, 10, 45, 5, (1, 60)),
-    "mlp": Case("mlp", (784,), 10, 100, 500, 10, 50, 5, (12, 400)),
-    "logistic": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 1, (200, 300), compiled=False),
-    "logistic5": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 5, (50, 200), compiled=False),
-    "resnet56": Case("resnet56(variant=basic)", (3, 32, 32), 10, 20, 320, 10, 64, 1, (1, 20), compiled=False),
+    "mlp": Case("mlp", (784,), 10, 100, 500, 10, 50, 5, (12, 400), (True, True)),
+    "logistic": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 1, (200, 300), (True, False)),
+    "logistic5": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 5, (50, 200), (True, False)),
+    "resnet56": Case("resnet56(variant=basic)", (3, 32, 32), 10, 20, 320, 10, 64, 1, (1, 20), (False, False)),
     "pfl": Case("cnn-reddi", (3, 32, 32), 10, 1000, 50, 50, 10, 1, (1, 200)),
 }
 SKIPPED = 2  # rounds at the beginning of a run
@@ -193,7 +193,7 @@ def measure(name: str, device: torch.device, quick: bool, with_peers: bool) -> d
     found["loop fedavg"] = engine(case, data, device, "loop", "fedavg", few)
     for method in ("fedavg", "adabest"):
         found[f"vector {method}"] = engine(case, data, device, "vector", method, rounds)
-        if on_gpu and case.compiled:
+        if case.compiled[on_gpu]:
             found[f"compiled {method}"] = engine(case, data, device, "vector", method, rounds, compiled=True)
     if name == "mlp":
         found["10 runs in lockstep"] = lockstep(case, data, device, 10, max(1, rounds // 5), compiled=on_gpu)

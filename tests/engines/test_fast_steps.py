@@ -1,6 +1,7 @@
 """Faster forms of the local step are the same step: products for convolutions, compiled code, smaller pieces."""
 
 import logging
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedloom.engines import choose, graph, vector
 from fedloom.engines.choose import Wishes, bytes_of, worth_compiling
 from fedloom.engines.convolution import patched
 from fedloom.engines.plan import Batches, plan
+from fedloom.engines.rule import Rule
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, RunError
 from fedloom.training import Training
@@ -145,9 +147,24 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_only_long_runs_on_a_gpu_are_compiled() -> None:
+def test_only_long_runs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [planned(rounds) for rounds in (1, 50, 300, 1200)] == [False, False, False, True]
+    assert [planned(rounds, "cpu") for rounds in (1, 200, 2000)] == [False, False, bool(shutil.which("g++"))]
+    monkeypatch.setenv("PATH", "")
     assert not planned(100_000, "cpu")
+
+
+def test_threads_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(choose, "rule", lambda: Rule(shared_from=0))
+    settings: dict[str, Any] = {"rounds": 3, "clients_per_round": 6, "engine": "vector"}
+    settings["local"] = fl.Local(epochs=2, batch_size=4, lr=0.1)
+    alone = fl.fit(dense(), federation(), **settings)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    compilations = watched(monkeypatch)
+    shared = fl.fit(dense(), federation(), compile=True, **settings)
+    assert len(compilations) >= 2
+    assert "torch.compile failed" not in caplog.text
+    assert apart(shared.params, alone.params) < 1e-9
 
 
 def test_memory_that_runs_out_halves_the_pieces(

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,11 +25,13 @@ ENGINES = ("auto", "loop", "vector")
 LOG = logging.getLogger("fedloom")
 MATRICES = 12  # of [K, P] that a step may hold at once
 
-# What compiling costs and saves on an H200, in seconds (benchmarks/README.md says how it was measured).
+# What compiling costs and saves, in seconds, as measured on an H200 and on two cores (benchmarks/README.md).
 COMPILE = 6.0
 COMPILE_PER_TENSOR = 0.5
-SAVED_PER_TENSOR = 8e-6  # in a step
+SAVED_PER_TENSOR = 8e-6  # in a recorded step
 SAVED_PER_BYTE = 1.3e-12  # of activations and, twice, of the matrix: four passes at 3 TB/s
+SAVED_ON_CPU = 5e-4  # in a step, by less Python
+SAVED_PER_BYTE_ON_CPU = 4e-10  # of the matrix: four passes at 10 GB/s
 
 
 class Engine(Protocol):
@@ -112,13 +115,16 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
 
 
 def worth_compiling(setup: Setup, rounds: int, activations: int) -> bool:
-    """Will a run save at least twice what compiling costs? Only on a GPU: a CPU's step is as long as its arithmetic."""
-    if setup.device.type != "cuda":
-        return False
+    """Will a run save at least twice what compiling costs? On a CPU that takes a C++ compiler."""
     steps = rounds * setup.local.count_steps(int(setup.sizes.median()))
-    tensors = len(setup.space.names)
-    row = _batch(setup) * activations + 2 * setup.space.size * setup.space.dtype.itemsize
-    saved = tensors * SAVED_PER_TENSOR + setup.per_round * row * SAVED_PER_BYTE
+    tensors, matrix = len(setup.space.names), setup.per_round * setup.space.size * setup.space.dtype.itemsize
+    if setup.device.type == "cuda":
+        touched = setup.per_round * _batch(setup) * activations + 2 * matrix
+        saved = tensors * SAVED_PER_TENSOR + touched * SAVED_PER_BYTE
+    elif shutil.which("g++"):
+        saved = SAVED_ON_CPU + matrix * SAVED_PER_BYTE_ON_CPU
+    else:
+        return False
     return steps * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
 
 

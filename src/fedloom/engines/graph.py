@@ -2,7 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Condition
 from typing import Any
 
 import torch
@@ -13,6 +15,36 @@ from fedloom.engines.cohort import Cohort
 
 LOG = logging.getLogger("fedloom")
 Step = Callable[[Cohort], None]
+
+
+class Turnstile:
+    """Threads step beside each other, but while one of them traces, the others wait: tracing changes how every module
+    of the process is called.
+    """
+
+    def __init__(self) -> None:
+        self.gate = Condition()
+        self.inside = 0
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        with self.gate:
+            self.inside += 1
+        try:
+            yield
+        finally:
+            with self.gate:
+                self.inside -= 1
+                self.gate.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self.gate:
+            self.gate.wait_for(lambda: not self.inside)
+            yield
+
+
+TURNSTILE = Turnstile()
 
 
 def compiled(step: Step, cohort: Cohort) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.cohort import Asked, Cohort, upload, upload_all
 from fedloom.engines.convolution import patched
 from fedloom.engines.dropout import keyed
-from fedloom.engines.graph import activation_bytes, compiled, recorded, try_out
+from fedloom.engines.graph import TURNSTILE, activation_bytes, compiled, recorded, try_out
 from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan
 from fedloom.errors import out_of_memory
 from fedloom.federation import Federation
@@ -144,7 +144,8 @@ class Vector:
         if done.raw is not None and cohort.raw is not None:
             done.raw[there] = cohort.raw[:n] / steps_there[:, None]
         if done.score is not None:
-            self._score(clients, cohort, order, done.score)
+            with TURNSTILE.beside():
+                self._score(clients, cohort, order, done.score)
 
     def _cohort(self, asked: Asked, planned: Plan) -> Cohort:
         """Memory for a chunk: that of an earlier one where it fits."""
@@ -170,7 +171,8 @@ class Vector:
         alike = (lengths == longest[:, None]).sum(1) == active
         for s, (n, longest_now, same) in enumerate(zip(active.tolist(), longest.tolist(), alike.tolist(), strict=True)):
             if self.mixes and not same:
-                self._mixed_step(cohort, lengths[s, :n], s)
+                with TURNSTILE.beside():
+                    self._mixed_step(cohort, lengths[s, :n], s)
             else:
                 self._next(cohort, n, longest_now if self.mixes or not self._keeps else self._width(longest_now))
 
@@ -179,20 +181,23 @@ class Vector:
         _, room, widest = cohort.room
         whole = self.compile and width == widest and 2 * n > room
         if not whole and not self.graphs:
-            self.step(cohort, n, width)
+            with TURNSTILE.beside():
+                self.step(cohort, n, width)
             return
         rows = room if 2 * n > room else _power_of_two(n)
         if (rows, width) not in cohort.recorded:
             cohort.recorded[rows, width] = self._prepared(cohort, rows, width, whole)
-        cohort.recorded[rows, width]()
+        with TURNSTILE.beside():
+            cohort.recorded[rows, width]()
 
     def _prepared(self, cohort: Cohort, rows: int, width: int, whole: bool) -> Callable[[], Any]:
         step = partial(self.step, n=rows, width=width, all_go_on=False)
         run: Callable[[], Any] = partial(step, cohort)
         if whole:
             try:
-                fast = compiled(step, cohort)
-                try_out(fast, cohort)
+                with TURNSTILE.alone():
+                    fast = compiled(step, cohort)
+                    try_out(fast, cohort)
                 run = fast
             except Exception as error:  # a compiler may fail anywhere
                 if out_of_memory(error):
