@@ -69,6 +69,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+
+
+@needs_compiler
 @pytest.mark.parametrize("method", ["fedavg", "adabest+fedprox(mu=0.1)", "fednova", "2dlrd(c=0.5, window=1)"])
 def test_a_compiled_step_is_the_same_step(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -86,6 +90,7 @@ def test_a_compiled_step_is_the_same_step(
     assert apart(compiled.params, plain.params) < 1e-9
 
 
+@needs_compiler
 def test_dropout_augmentation_and_batch_norm_compile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +159,7 @@ def test_only_long_runs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not planned(100_000, "cpu")
 
 
+@needs_compiler
 def test_threads_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(choose, "rule", lambda: Rule(shared_from=0))
     settings: dict[str, Any] = {"rounds": 3, "clients_per_round": 6, "engine": "vector"}
