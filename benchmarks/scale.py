@@ -1,7 +1,7 @@
 """From a hundred clients to a million: time per round and memory, AdaBest on a logistic model, 100 clients a round.
 
-Each number of clients runs in a process of its own, whose memory is measured before and after: the data and what
-PyTorch itself needs are not counted.
+Each number of clients runs in a process of its own, whose memory is measured before the run and in every round of it:
+the data and what PyTorch itself needs are not counted.
 `python benchmarks/scale.py [clients ...]` prints a table and writes JSON into benchmarks/results/.
 """
 
@@ -31,30 +31,29 @@ def one(clients: int) -> dict[str, float]:
     data = fl.Federation.from_tensor(x, y, np.arange(0, len(x) + 1, SAMPLES))
     model = fl.model("logistic", data)
     fl.fit(model, data.only(torch.arange(100)), rounds=2, clients_per_round=100)  # what a first run loads
-    began, before = time.perf_counter(), _peak()
+    began, before = time.perf_counter(), _resident()
     local = fl.Local(batch_size=SAMPLES, lr=0.01)
     ends: list[float] = []
-    fl.fit(
-        model,
-        data,
-        "adabest",
-        ROUNDS,
-        min(100, clients),
-        local,
-        callbacks=[lambda event: ends.append(time.perf_counter())],
-    )
+    most = before
+
+    def look(event: fl.Event) -> None:
+        nonlocal most
+        most = max(most, _resident())
+        ends.append(time.perf_counter())
+
+    fl.fit(model, data, "adabest", ROUNDS, min(100, clients), local, callbacks=[look])
     parameters = sum(p.numel() for p in model.parameters())
     return {
         "ms per round": 1000 * (ends[-1] - ends[WARM - 1]) / (ROUNDS - WARM),
         "seconds to the first round": ends[0] - began,
-        "MB beyond the data": (_peak() - before) / 1e6,
+        "MB beyond the data": (most - before) / 1e6,
         "MB remembered": min(clients, ROUNDS * 100) * parameters * 4 / 1e6,
     }
 
 
-def _peak() -> float:
-    """Bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+def _resident() -> float:
+    """Bytes of memory in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * float(resource.getpagesize())
 
 
 def main() -> None:
