@@ -65,7 +65,7 @@ class Simulation:
     engine: Engine
     population: Population
     evaluator: Evaluator
-    chosen: str  # which engine, and why
+    chosen: str  # which engine by which rule; empty: the one that was asked for
 
     @classmethod
     def of(
@@ -116,7 +116,7 @@ class Simulation:
             engine,
             Population(pipeline.clients, setup, absence, room or wishes.room(place)),
             Evaluator(task, moved.preparation, name, score),
-            f"engine {engine.name}: {why}",
+            f"engine {engine.name}: {why}" if wishes.engine == "auto" else "",
         )
 
     def begin(self) -> RunState:

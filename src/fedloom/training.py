@@ -196,7 +196,8 @@ class Training:
             raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
         for remark in self.simulation.method.remarks:
             LOG.warning(remark)
-        LOG.info(self.simulation.chosen)
+        if self.simulation.chosen:
+            LOG.info(self.simulation.chosen)
         stopped = "patience" if self.best.tired else "rounds"
         while self.state.round < self.rounds and stopped == "rounds":
             number = self.state.round + 1

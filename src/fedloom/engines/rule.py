@@ -1,6 +1,7 @@
 """The numbers in the rule for engine="auto" on a CPU: those found on two cores, or what `fedloom bench` found here."""
 
 import json
+import math
 import os
 import platform
 import time
@@ -24,7 +25,7 @@ class Rule:
     """When a cohort is one matrix, and when cores share it."""
 
     vector_from: int = 6  # clients in a round, and
-    vector_below: int = 150_000  # parameters: beyond, a step is arithmetic, and its calls do not count
+    vector_below: int = 100_000  # parameters: beyond, a step is arithmetic, and its calls do not count
     shared_from: int = 4_000_000  # rows x batch x parameters of a step: below, threads wait for each other
 
 
@@ -66,19 +67,16 @@ def measure(report: Callable[[Measured], None], seconds: float = 0.5) -> Rule:
 
 
 def fitted(found: list[Measured]) -> Rule:
-    """The smallest cohort from which the matrix wins on the smallest model, and the largest model on which it wins for
-    every larger cohort.
-    """
-    smallest = min(one.parameters for one in found)
-    losing = [one.clients for one in found if one.parameters == smallest and one.vector <= one.loop]
-    first = next((clients for clients in COHORTS if clients > max(losing, default=0)), 1 << 30)
-    below = 0
-    for parameters in sorted({one.parameters for one in found}):
-        larger = [one for one in found if one.parameters == parameters and one.clients >= first]
-        if not larger or any(one.vector <= one.loop for one in larger):
-            break
-        below = parameters + 1
-    return Rule(vector_from=first, vector_below=below)
+    """The rule under which the cohorts that were measured are fastest, by the mean of the logarithms."""
+    smallest = {one.clients for one in found}
+    largest = {one.parameters + 1 for one in found}
+
+    def gain(limits: tuple[int, int]) -> float:
+        chosen = [one for one in found if one.clients >= limits[0] and one.parameters < limits[1]]
+        return sum(math.log(one.vector / one.loop) for one in chosen)
+
+    best = max(((clients, size) for clients in sorted(smallest) for size in sorted(largest)), key=gain)
+    return Rule(vector_from=best[0], vector_below=best[1] if gain(best) > 0 else 0)
 
 
 def save(chosen: Rule) -> Path:
