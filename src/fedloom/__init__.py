@@ -5,6 +5,7 @@
 >>> result = fl.fit(fl.model("mlp", federation), federation, "fedprox(mu=0.1)", rounds=2)
 """
 
+from fedloom import diagnose
 from fedloom.data.load import load
 from fedloom.data.split import split_clients
 from fedloom.data.standardise import standardise
@@ -35,6 +36,7 @@ __all__ = [
     "Run",
     "RunError",
     "__version__",
+    "diagnose",
     "fit",
     "list_methods",
     "load",

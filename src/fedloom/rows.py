@@ -92,7 +92,7 @@ class Rows:
     def _parts(self) -> Iterator[slice]:
         """All rows, a few at a time: what is made of them must fit into memory beside them."""
         some = max(1, PART // max(self.matrix.shape[1], 1))
-        for i in range(0, len(self.matrix), some):
+        for i in range(0, max(len(self), 1), some):
             yield slice(i, i + some)
 
     def select(self, keep: Tensor) -> "Rows":

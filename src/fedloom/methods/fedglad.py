@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedloom.diagnose.agreement import gsi
 from fedloom.method import register
 from fedloom.space import GroupBy
 from fedloom.stages import Rescaler, Round, Setup, State, check, scalar
@@ -58,21 +59,16 @@ class Fedglad(Rescaler):
             one = torch.ones_like(state["scale"])
             return {**state, "gsi": one, "scale": one}, record.scaled
         groups = updates.rows.space.groups(self.groups)
-        w = updates.weights.double() / updates.weights.double().sum()
-        mean = updates.rows.weighted_sum(w)  # under a median, still the mean
-        squares = (w[:, None] * updates.rows.squares(self.groups)).sum(0)
-        spread, length = torch.stack([squares, groups.sums(mean.square())]).cpu()
-        cancelled = length <= (64 * torch.finfo(mean.dtype).eps) ** 2 * spread  # the average is nothing but rounding
-        gsi = torch.where(spread == 0, 1.0, torch.where(cancelled, math.inf, (spread / length).sqrt()))
+        GSI = gsi(updates.rows, updates.weights, self.groups)  # under a median, still of the mean
 
         t = float(state["t"])
-        known = torch.isfinite(gsi)
-        B = torch.where(state["B"].isnan() & known, gsi, state["B"])
+        known = torch.isfinite(GSI)
+        B = torch.where(state["B"].isnan() & known, GSI, state["B"])
         bound = self.gamma * t if t else 0.0  # at t = 0 also where gamma is infinite
-        s = torch.where(known, (gsi / B).clamp(1 - bound, 1 + bound), 1.0)
-        B = torch.where(known, self.beta * B + (1 - self.beta) * gsi, B)
+        s = torch.where(known, (GSI / B).clamp(1 - bound, 1 + bound), 1.0)
+        B = torch.where(known, self.beta * B + (1 - self.beta) * GSI, B)
         scaled = groups.spread(s.to(record.aggregate, non_blocking=True)) * record.aggregate
-        return {**state, "B": B, "gsi": gsi, "scale": s, "t": state["t"] + 1}, scaled
+        return {**state, "B": B, "gsi": GSI, "scale": s, "t": state["t"] + 1}, scaled
 
     def report(self, state: State) -> dict[str, Tensor]:
         bound = self.gamma * float(state["t"] - 1) if state["t"] > 1 else 0.0
