@@ -44,8 +44,7 @@ def main() -> None:
     case = CASES[sys.argv[1] if len(sys.argv) > 1 else "cnn"]
     method = sys.argv[2] if len(sys.argv) > 2 else "fedavg"
     data = federation(case)
-    settings: dict[str, Any] = {"loss": None, "metric": "accuracy", "precision": "auto", "seed": 0}
-    settings |= {"availability": None, "dropout_rate": 0.0, "clients_per_round": case.cohort, "device": "cuda"}
+    settings: dict[str, Any] = {"clients_per_round": case.cohort, "device": "cuda"}
     local = fl.Local(epochs=case.epochs, batch_size=case.batch, lr=0.01)
     model = fl.model(case.model, data)
     run = Training(

@@ -12,7 +12,6 @@ import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from common import heading, save, seconds, show
@@ -149,13 +148,6 @@ def engine(
 def lockstep(case: Case, data: fl.Federation, device: torch.device, runs: int, rounds: int, compiled: bool) -> float:
     """Several runs, which differ in their seeds, at once."""
     local = fl.Local(epochs=case.epochs, batch_size=case.batch, lr=0.01)
-    settings: dict[str, Any] = {
-        "loss": None,
-        "metric": "accuracy",
-        "precision": "auto",
-        "availability": None,
-        "dropout_rate": 0.0,
-    }
     trainings = [
         Training(
             fl.model(case.model, data),
@@ -169,7 +161,6 @@ def lockstep(case: Case, data: fl.Federation, device: torch.device, runs: int, r
             compile=compiled,
             device=device,
             seed=seed,
-            **settings,
         )
         for seed in range(runs)
     ]

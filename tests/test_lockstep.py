@@ -29,19 +29,7 @@ LOCAL = fl.Local(epochs=2, batch_size=8, lr=0.1)
 def training(
     method: str = "fedavg", model: nn.Module | None = None, data: fl.Federation = DATA, **more: Any
 ) -> Training:
-    settings: dict[str, Any] = {
-        "rounds": 4,
-        "clients_per_round": 4,
-        "local": LOCAL,
-        "loss": None,
-        "metric": "accuracy",
-        "device": "cpu",
-        "precision": "auto",
-        "seed": 0,
-        "availability": None,
-        "dropout_rate": 0.0,
-        "engine": "vector",
-    }
+    settings: dict[str, Any] = {"rounds": 4, "clients_per_round": 4, "local": LOCAL, "engine": "vector"}
     return Training(dense() if model is None else model, data, method, **{**settings, **more})
 
 

@@ -138,7 +138,7 @@ class Training:
         if not isinstance(federation, Federation):
             raise ConfigError(f"federation must be a fl.Federation, not {type(federation).__name__}")
         rounds, eval_every, checkpoint_every = map(plain, (rounds, eval_every, checkpoint_every))
-        settings = {name: plain(value) for name, value in settings.items()}
+        settings = {"local": Local(), **{name: plain(value) for name, value in settings.items()}}
         if not isinstance(settings["local"], Local):
             raise ConfigError(f"local must be a fl.Local, not {type(settings['local']).__name__}")
         if not isinstance(min_gain, int | float) or not 0 <= min_gain < math.inf:

@@ -13,7 +13,8 @@ from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import choose
 from fedloom.engines.rule import Rule
 from fedloom.engines.threads import Threads
-from fedloom.engines.vector import Vector, mixes_samples
+from fedloom.engines.trial import mixes_samples
+from fedloom.engines.vector import Vector
 from fedloom.models.catalogue import REGISTRY, Shape, load_models
 from fedloom.spec import parse_one
 from fedloom.task import Task

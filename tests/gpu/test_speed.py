@@ -85,29 +85,23 @@ def test_memory_that_really_runs_out(caplog: pytest.LogCaptureFixture) -> None:
     assert apart(halved.params, whole.params) < 1e-5
 
 
-def training(method: str, **more: Any) -> Training:
-    settings: dict[str, Any] = {"rounds": 6, "clients_per_round": 5, "local": LOCAL, "loss": None, "seed": 0}
-    settings |= {"metric": "accuracy", "precision": "fp32", "availability": None, "dropout_rate": 0.0}
-    return Training(network(), pictures(), method, **{**settings, "device": "cuda", "engine": "vector", **more})
+def training(method: str, data: fl.Federation | None = None, **more: Any) -> Training:
+    settings: dict[str, Any] = {"rounds": 6, "clients_per_round": 5, "local": LOCAL, "precision": "fp32"}
+    settings |= {"device": "cuda", "engine": "vector"}
+    return Training(network(), data or pictures(), method, **{**settings, **more})
 
 
 def test_lockstep_on_the_device() -> None:
     methods = ["fedavg", "adabest", "scaffold+fedadam", "radfed(redistributions=2)+dgt+fedglad", "fedasync"]
     data = pictures()
     alone, together = (
-        [Training(network(), data, method, **_settings(seed)) for seed, method in enumerate(methods)] for _ in range(2)
+        [training(method, data, seed=seed, rounds=4) for seed, method in enumerate(methods)] for _ in range(2)
     )
     wanted = [run.run() for run in alone]
     assert together[0].simulation.federation.x is together[1].simulation.federation.x
     found = run_together(together, [[] for _ in methods])
     for method, one, other in zip(methods, wanted, found, strict=True):
         assert apart(other.params, one.params) < 1e-9, method
-
-
-def _settings(seed: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {"rounds": 4, "clients_per_round": 5, "local": LOCAL, "loss": None, "seed": seed}
-    settings |= {"metric": "accuracy", "precision": "fp32", "availability": None, "dropout_rate": 0.0}
-    return {**settings, "device": "cuda", "engine": "vector"}
 
 
 # Beside the one check for diverged clients, stages that report a number of the round read it back.

@@ -1,6 +1,5 @@
 """What clients remember: versions by Work (specification 11.12), and a server that falls behind its clients."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -115,19 +114,10 @@ METHODS = [
 
 
 def training(method: str) -> Training:
-    settings: Mapping[str, Any] = {
-        "clients_per_round": 3,
-        "local": fl.Local(**LOCALS["steps"]),
-        "loss": squared_error,
-        "metric": "accuracy",
-        "engine": "loop",
-        "device": "cpu",
-        "precision": "auto",
-        "seed": 0,
-        "availability": None,
-        "dropout_rate": 0.0,
-    }
-    return Training(linear_model(), fl.Federation.from_arrays(CLIENTS), method, rounds=12, **settings)
+    local = fl.Local(**LOCALS["steps"])
+    data = fl.Federation.from_arrays(CLIENTS)
+    settings: dict[str, Any] = {"clients_per_round": 3, "local": local, "loss": squared_error, "engine": "loop"}
+    return Training(linear_model(), data, method, rounds=12, **settings)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -13,7 +13,8 @@ from torch import nn
 from fedloom.engines.loop import Loop
 from fedloom.engines.rule import rule
 from fedloom.engines.threads import Threads, draws_itself
-from fedloom.engines.vector import Vector, mixes_samples, trial
+from fedloom.engines.trial import mixes_samples, trial
+from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, nearest
 from fedloom.federation import Federation
 from fedloom.memory import Room

@@ -1,6 +1,5 @@
 """A local step made fast: compiled where the run is long enough for that, and on a GPU recorded and played again."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,12 +7,10 @@ from threading import Condition
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedloom.data.files import cache_folder
 from fedloom.engines.cohort import Cohort
 
-LOG = logging.getLogger("fedloom")
 Step = Callable[[Cohort], None]
 
 
@@ -91,17 +88,3 @@ def recorded(run: Callable[[], Any], cohort: Cohort, pool: list[Any]) -> Callabl
     with torch.cuda.graph(graph, pool=pool[0]):
         run()
     return graph.replay
-
-
-def activation_bytes(run: Callable[[], Any]) -> int:
-    """How much memory a computation keeps for its backward pass."""
-    seen: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(seen.values())
