@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Saved:
     history: list[dict[str, Any]]
     best: dict[str, Tensor]  # the best validation weights so far: "theta" and buffers, or empty
     notes: dict[str, Any]  # plain values: what the best score was, how long there was no gain
+    diagnosis: Mapping[str, Tensor] = field(default_factory=dict)  # what diagnostics remember
 
 
 def save(folder: Path, saved: Saved, identity: Mapping[str, Any]) -> None:
@@ -43,6 +44,7 @@ def save(folder: Path, saved: Saved, identity: Mapping[str, Any]) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     tensors = {"theta": state.theta, **_nest("buffers", state.buffers), **_nest("best", saved.best)}
+    tensors |= _nest("diagnosis", saved.diagnosis)
     for key, values in state.stages.items():
         tensors |= _nest(f"stages/{key}", values)
     for key, values in saved.memory.items():
@@ -117,17 +119,20 @@ def _read(path: Path, manifest: Mapping[str, Any], device: torch.device) -> Save
     parts: dict[str, dict[str, State]] = {"stages": {key: {} for key in manifest["stages"]}, "memory": {}}
     buffers: State = {}
     best: State = {}
+    diagnosis: State = {}
     for name, value in tensors.items():
         kind, _, rest = name.partition("/")
         if kind == "buffers":
             buffers[rest] = value.to(device)
         elif kind == "best":
             best[rest] = value.to(device)
+        elif kind == "diagnosis":
+            diagnosis[rest] = value
         elif kind in parts:
             key, _, entry = rest.partition("/")
             parts[kind].setdefault(key, {})[entry] = value
     state = RunState(manifest["round"], manifest["work"], tensors["theta"].to(device), buffers, parts["stages"])
-    return Saved(state, parts["memory"], manifest["history"], best, manifest["notes"])
+    return Saved(state, parts["memory"], manifest["history"], best, manifest["notes"], diagnosis)
 
 
 def _same_run(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

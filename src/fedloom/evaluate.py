@@ -101,15 +101,27 @@ class Evaluator:
         """`{prefix}_loss` and `{prefix}_{metric}`; targets that are no labels have no accuracy, f1 or auc."""
         outputs, losses = self._outputs(flat, buffers, holdout)
         offsets = [0, len(losses)] if holdout.offsets is None else holdout.offsets.tolist()
-        clients = list(pairwise(offsets))
-        found = {f"{prefix}_loss": float(np.mean([float(losses[a:b].mean()) for a, b in clients]))}
-        if not holdout.y.is_floating_point() or self.score not in METRICS.values():
-            broken = outputs < 0 if self.score in OF_LABELS else ~torch.isfinite(outputs)
-            if self.score in METRICS.values() and bool(broken.any()):
-                found[f"{prefix}_{self.name}"] = float("nan")  # a model that has diverged predicts nothing
-            else:
-                found[f"{prefix}_{self.name}"] = _mean([self._scored(outputs[a:b], holdout.y[a:b]) for a, b in clients])
+        found = {f"{prefix}_loss": float(np.mean([float(losses[a:b].mean()) for a, b in pairwise(offsets)]))}
+        if self._scores(holdout):
+            found[f"{prefix}_{self.name}"] = _mean(self._by_client(outputs, holdout.y, offsets))
         return found
+
+    def by_client(self, flat: Tensor, buffers: Buffers, holdout: Holdout) -> list[float]:
+        """The metric on each client that was held out; nan where it is undefined."""
+        assert holdout.offsets is not None
+        if not self._scores(holdout):
+            return [float("nan")] * (len(holdout.offsets) - 1)
+        return self._by_client(self._outputs(flat, buffers, holdout)[0], holdout.y, holdout.offsets.tolist())
+
+    def _scores(self, holdout: Holdout) -> bool:
+        """Does the metric read these targets?"""
+        return not holdout.y.is_floating_point() or self.score not in METRICS.values()
+
+    def _by_client(self, outputs: Tensor, y: Tensor, offsets: list[int]) -> list[float]:
+        broken = outputs < 0 if self.score in OF_LABELS else ~torch.isfinite(outputs)
+        if self.score in METRICS.values() and bool(broken.any()):
+            return [float("nan")] * (len(offsets) - 1)  # a model that has diverged predicts nothing
+        return [self._scored(outputs[a:b], y[a:b]) for a, b in pairwise(offsets)]
 
     def _scored(self, outputs: Tensor, targets: Tensor) -> float:
         try:

@@ -41,6 +41,7 @@ def fit(
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
+    diagnose: str | Sequence[str] | None = None,
 ) -> Result:
     """Train a model over a federation.
 
@@ -52,7 +53,8 @@ def fit(
     averages, as lists `between_test_*` in the round's line.
     With `patience`, the run ends after so many evaluations in which the validation score gained no more than
     `min_gain` of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
-    `checkpoint_every` rounds (None: every half minute, and at the end) and to `resume` from.
+    `checkpoint_every` rounds (None: every half minute, and at the end) and to `resume` from. `diagnose` names what
+    is measured beside it, such as "gsi,similarity" (see `fedloom.diagnosis`).
 
     `engine` is "loop" (client by client), "vector" (the cohort as one matrix) or "auto", a fixed rule. `compile` says
     whether a cohort's step is compiled; None does it where a run is long enough to gain from it. `max_memory` is how
@@ -91,5 +93,6 @@ def fit(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         resume=resume,
+        diagnose=diagnose,
     )
     return training.run(callbacks)

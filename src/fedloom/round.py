@@ -105,6 +105,13 @@ def play_round(pipeline: Pipeline, setup: Setup, state: RunState) -> Generator[W
     return Outcome(done, record, desk.traffic, desk.report())
 
 
+def probe(pipeline: Pipeline, setup: Setup, state: RunState, clients: Tensor) -> Work:
+    """What these clients would be asked if they all took part in the next round; it leaves no trace in their memory."""
+    nothing = torch.zeros_like(clients)
+    draw = Draw(clients, nothing, torch.ones_like(clients), 0.0)
+    return replace(_Desk(pipeline, setup, state).ask(draw, state.theta, state.buffers), commit=False)
+
+
 class _Desk:
     """The server's desk during one round: it writes Works, reads what comes back, and lets every stage hear of it."""
 

@@ -122,16 +122,22 @@ class Simulation:
     def begin(self) -> RunState:
         return begin_run(self.pipeline, self.setup, buffers_of(self.task.model))
 
-    def works(self, state: RunState, watch: Callable[[Work], None] = lambda work: None) -> Playing[Outcome]:
-        """One round: it yields every Work as the clients see it, and is sent what they trained. `watch` sees it before
-        that.
+    def works(
+        self,
+        state: RunState,
+        before: Callable[[Work], None] = lambda work: None,
+        after: Callable[[Work, Updates], None] = lambda work, updates: None,
+    ) -> Playing[Outcome]:
+        """One round: it yields every Work as the clients see it, and is sent what they trained. `before` sees a Work
+        when it is asked, `after` when it has come back.
         """
         playing = play_round(self.pipeline, self.setup, state)
         work = next(playing)
         while True:
-            watch(work)
+            before(work)
             prepared = self.population.prepare(work)
             updates = self.population.finish(prepared, (yield prepared))
+            after(prepared, updates)
             try:
                 work = playing.send(updates)
             except StopIteration as end:

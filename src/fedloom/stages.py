@@ -22,7 +22,7 @@ from fedloom.space import Buffers, Space
 
 State = dict[str, Tensor]
 Weighting = Literal["samples", "equal"]
-Metrics = dict[str, float | list[float]]
+Metrics = dict[str, float | list[Any]]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import checkpoint as checkpoints
+from fedloom.diagnosis import Diagnosis, named
 from fedloom.engines.choose import Wishes, bytes_of
 from fedloom.errors import ConfigError, RunError
 from fedloom.federation import Federation
@@ -130,6 +131,7 @@ class Training:
         checkpoint: str | Path | None = None,
         checkpoint_every: int | None = None,
         resume: bool = False,
+        diagnose: str | Sequence[str] | None = None,
         engine: str = "auto",
         compile: bool | None = None,
         max_memory: int | str | None = None,
@@ -160,8 +162,10 @@ class Training:
         self.folder = None if checkpoint is None else Path(checkpoint)
         if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
             raise RunError(f"checkpoint={str(checkpoint)!r} is a file; name a folder")
+        self.diagnose = named(diagnose)
         wishes = Wishes(engine, plain(compile), bytes_of(max_memory))
         self.simulation = Simulation.of(model, federation, Method(method), rounds=rounds, wishes=wishes, **settings)
+        self.diagnosis = Diagnosis(self.diagnose, self.simulation, rounds)
         self.state = self.simulation.begin()
         self.history: list[dict[str, Any]] = []
         self.label = ""  # before warnings, where several runs give them
@@ -198,6 +202,8 @@ class Training:
             LOG.warning(remark)
         if self.simulation.chosen:
             LOG.info(self.simulation.chosen)
+        for cost in self.diagnosis.costs:
+            LOG.info(cost)
         stopped = "patience" if self.best.tired else "rounds"
         while self.state.round < self.rounds and stopped == "rounds":
             number = self.state.round + 1
@@ -229,8 +235,11 @@ class Training:
         """Play one round and add its line to the history."""
         self.trained = 0.0
         self.between: dict[str, list[float]] = {}
+        self.diagnosis.begin()
+        self.diagnosed = 0.0
         began = time.perf_counter()
-        playing = self.simulation.works(self.state, self._between if evaluate and self.eval_between else _ignore)
+        before = self._between if evaluate and self.eval_between else _ignore
+        playing = self.simulation.works(self.state, before, self._heard)
         work, waited = next(playing), 0.0
         while True:
             paused = time.perf_counter()
@@ -242,7 +251,9 @@ class Training:
                 outcome: Outcome = end.value
                 break
         measured = self.simulation.evaluate(outcome.state) if evaluate else {}
-        row = self._row(outcome, measured, time.perf_counter() - began - waited + self.trained)
+        seconds = time.perf_counter() - began - waited + self.trained - self.diagnosed
+        diagnosed = self.diagnosis.measure(self.state, outcome, evaluate)
+        row = {**self._row(outcome, measured, seconds), **diagnosed}
         self.state = outcome.state  # an interrupt between this line and the next is seen by `save`
         self.history.append(row)
         self.simulation.population.settle()
@@ -283,6 +294,12 @@ class Training:
             **outcome.metrics,
         }
 
+    def _heard(self, work: Work, updates: Updates) -> None:
+        """What diagnostics take is not counted as the run's time."""
+        began = time.perf_counter()
+        self.diagnosis.heard(work, updates)
+        self.diagnosed += time.perf_counter() - began
+
     def _between(self, work: Work) -> None:
         """Measure models that travel, before each Work but the first of a round."""
         if work.w > self.state.work and work.share == 1:
@@ -310,7 +327,8 @@ class Training:
             return
         best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
         notes = {"score": self.best.score, "waited": self.best.waited}
-        saved = checkpoints.Saved(self.state, self.simulation.population.tensors(), self.history, best, notes)
+        memory, diagnosis = self.simulation.population.tensors(), self.diagnosis.tensors()
+        saved = checkpoints.Saved(self.state, memory, self.history, best, notes, diagnosis)
         checkpoints.save(self.folder, saved, self.identity)
 
     def resume(self) -> None:
@@ -326,6 +344,7 @@ class Training:
         }
         self.state, self.history = replace(saved.state, stages=stages), saved.history
         self.simulation.population.restore(saved.memory)
+        self.diagnosis.restore(saved.diagnosis, setup.device)
         self.best.score, self.best.waited = saved.notes["score"], saved.notes["waited"]
         if saved.best and self.best.patience is not None:
             self.best.theta = saved.best["theta"]
@@ -360,4 +379,5 @@ class Training:
             "per_round": setup.per_round,
             "local": asdict(setup.local),
             "seed": setup.seed,
+            "diagnose": list(self.diagnose),
         }

@@ -176,3 +176,21 @@ def test_moved_data_are_shared_and_never_stale() -> None:
     numbers *= 3
     assert federation.to(here, torch.float64).x.tolist() == [[3.0, 3.0]] * 4
     assert first.x.tolist() == [[1.0, 1.0]] * 4
+
+
+def test_fewer_samples_are_the_same_for_every_seed(folder: Path) -> None:
+    whole = load("mnist", "iid", 3, data_dir=folder)
+    few, again = (load("mnist", "iid", 3, seed=seed, samples=30, data_dir=folder) for seed in (0, 5))
+    assert len(whole.x) > 30
+    assert len(few.x) == 30
+    assert torch.equal(few.x, again.x)
+    assert whole.test is not None
+    assert few.test is not None
+    assert len(few.test.x) == min(30, len(whole.test.x))
+    seen = {bytes(x) for x in whole.x.numpy().reshape(len(whole.x), -1)}
+    assert all(bytes(x) in seen for x in few.x.numpy().reshape(30, -1))
+    own = load("synthetic", "natural", samples=200)
+    assert int(own.sizes.sum()) == 200
+    assert int(own.sizes.min()) > 0
+    with pytest.raises(fl.DataError, match="samples must be at least 1"):
+        load("mnist", "iid", samples=0, data_dir=folder)

@@ -1,6 +1,8 @@
 """How far updates agree: every measure against its equation, its identities, and what happens at the edges."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,7 +249,13 @@ def test_norm_ratio_counts_clients_that_did_not_move() -> None:
 @pytest.mark.parametrize("part", [1, 7, 23])
 def test_parts_make_no_difference(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weights = rows_of(some(5)), equal(5)
-    measures = (cosines, lambda r: gsi(r, weights), mean_cosine, conflicts, norm_ratio)
+    measures: tuple[Callable[[Rows], Any], ...] = (
+        cosines,
+        lambda r: gsi(r, weights),
+        mean_cosine,
+        conflicts,
+        norm_ratio,
+    )
     whole = [torch.as_tensor(measure(rows)) for measure in measures]
     monkeypatch.setattr(vectors, "PART", part)
     monkeypatch.setattr(rows_module, "PART", part)

@@ -35,6 +35,7 @@ def test_run_leaves_a_whole_folder(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     found = {p.name for p in folder.iterdir()}
     files = {"config.yaml", "metrics.jsonl", "model.safetensors", "checkpoint", "partition.npz", "report.html"}
+    files.add("tensors.json")
     assert found == {*files, ".fedloom"}
     assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     assert "round 4/4" in done.stderr  # progress as plain lines where there is no terminal

@@ -78,15 +78,15 @@ def test_local_settings(local: str) -> None:
 
 
 def test_defaults() -> None:
-    """alpha = 0.6, constant, and the last 17 models: staleness goes up to 16."""
+    """alpha = 0.6, constant, and with 5 clients a round the last 9 models: staleness goes up to 8."""
     assert set(fl.Method("fedasync").fills) == {"schedule", "server"}
-    run = run_one_by_one("fedasync", rounds=100)
-    assert_mixes(run, judge.fedasync(problem(ONE_BY_ONE), 100, 0.6, STALENESS["staleness='constant'"], 16))
+    run = run_one_by_one("fedasync", rounds=100, clients_per_round=5)
+    assert_mixes(run, judge.fedasync(problem(ONE_BY_ONE), 100, 0.6, STALENESS["staleness='constant'"], 8))
     staleness = run.column("fedasync.staleness")
     assert staleness[0] == 0
     assert all(u <= number for number, u in enumerate(staleness))
-    assert max(staleness) == 16
-    assert len(set(staleness)) > 12
+    assert max(staleness) == 8
+    assert len(set(staleness)) == 9
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
@@ -178,7 +178,7 @@ def test_uniform_clients() -> None:
     drawn = [int(event.updates.clients[0]) for event in run.events if event.updates is not None]
     assert len(drawn) == 60
     assert set(drawn) == set(range(6))
-    expected = judge.fedasync(problem([[k] for k in drawn]), 60, 0.6, lambda u: 1.0, 16)
+    expected = judge.fedasync(problem([[k] for k in drawn]), 60, 0.6, lambda u: 1.0, 4)
     assert_mixes(run, expected)
 
 
@@ -293,3 +293,15 @@ def test_mixing_alpha() -> None:
 def test_mixing_refuses(alpha: float) -> None:
     with pytest.raises(fl.MethodError, match="alpha"):
         play(f"mixing(alpha={alpha})", rounds=1)
+
+
+@pytest.mark.parametrize("per_round", [1, 2, 5])
+def test_as_many_at_work_as_in_a_synchronous_round(per_round: int) -> None:
+    """Without max_staleness: every update was at work from the model that it started from until it arrived."""
+    run = run_one_by_one("fedasync", clients_per_round=per_round, rounds=1000, local={"lr": 0.0, "batch_size": None})
+    stale = [int(u) for u in run.column("fedasync.staleness")]
+    at_work = np.zeros(len(stale))
+    for arrived, u in enumerate(stale, 1):
+        at_work[arrived - u - 1 : arrived] += 1
+    assert max(stale) == 2 * (per_round - 1)
+    assert at_work[50:-50].mean() == pytest.approx(per_round, rel=0.05)

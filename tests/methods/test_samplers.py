@@ -574,3 +574,23 @@ def test_one_client_a_round(method: str) -> None:
     played = play(method, rounds=5, clients_per_round=1, local=LOCAL)
     assert all(len(cohort) == 1 for cohort in played.clients)
     assert all(np.isfinite(params).all() for params in played.params)
+
+
+def test_one_cohort_is_forced_and_the_others_are_as_without_it() -> None:
+    plain = play("fedavg", rounds=6, clients_per_round=2).clients
+    forced = play("fixed(cohorts=[[0, 1, 2]], works=[3])", rounds=6, clients_per_round=2).clients
+    assert forced[3] == [0, 1, 2]
+    assert forced[:3] + forced[4:] == plain[:3] + plain[4:]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fixed(cohorts=[[0]], works=[1, 2])", "one Work for each of the 1 cohorts"),
+        ("fixed(cohorts=[[0], [1]], works=[1, 1])", "one Work for each of the 2 cohorts"),
+        ("fixed(cohorts=[[0]], works=[-1])", "no Work -1"),
+    ],
+)
+def test_forced_cohorts_that_have_no_meaning(text: str, message: str) -> None:
+    with pytest.raises(fl.MethodError, match=message):
+        fl.Method(text)

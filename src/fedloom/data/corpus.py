@@ -72,5 +72,19 @@ class Corpus:
             test_owner=None,
         )
 
+    def fewer(self, samples: int) -> "Corpus":
+        """At most so many training and so many test samples, by chance but the same ones every time."""
+        found = self
+        for part in ("train", "test"):
+            targets = getattr(self, f"{part}_y")
+            if targets is None or len(targets) <= samples:
+                continue
+            kept = np.sort(np.random.default_rng(samples).permutation(len(targets))[:samples])
+            owner = "owner" if part == "train" else "test_owner"
+            names = [name for name in (f"{part}_x", f"{part}_y", owner) if getattr(self, name) is not None]
+            changes: dict[str, Any] = {name: getattr(self, name)[kept] for name in names}
+            found = replace(found, **changes)
+        return found
+
     def _items(self) -> list[tuple[str, Any]]:
         return [(f.name, getattr(self, f.name)) for f in fields(self)]

@@ -32,6 +32,7 @@ def load(
     *,
     pooled: bool = False,
     validation: int = 0,
+    samples: int | None = None,
     fold: int | None = None,
     augment: str | None = None,
     standardise: Standardisation | None = None,
@@ -42,6 +43,7 @@ def load(
     `partition` is a text such as "dirichlet(alpha=0.3)", or the partition.npz of an earlier run; None is "natural"
     where the data have clients of their own (writers, roles, hospitals) and "iid" elsewhere. `clients` is their
     number; None is 100, or all natural ones. `pooled` deals out training and test samples together.
+    `samples` keeps so many training samples, and at most so many for the test, by chance but always the same ones.
     `validation` holds that many further clients out; `fold` (0 to 4) splits the clients into those that train, 20% for
     validation and 20% for the test (see `split_clients`). `augment` is a text such as "crop + flip + cutout".
     `standardise` is "global" or "local", for tables. Files are looked for in `data_dir`, or the folder that the
@@ -52,16 +54,21 @@ def load(
     (20, 10)
     """
     call = find_dataset(name)
-    clients, validation, fold, seed = plain(clients), plain(validation), plain(fold), plain(seed)
-    for what, count in (("clients", clients), ("validation", validation), ("fold", fold)):
+    clients, validation, samples, fold, seed = map(plain, (clients, validation, samples, fold, seed))
+    counts = {"clients": clients, "validation": validation, "samples": samples, "fold": fold}
+    for what, count in counts.items():
         if (count is None and what == "validation") or not isinstance(count, int | None) or isinstance(count, bool):
             raise DataError(f"{what} must be a whole number, not {count!r}")
     if validation < 0:
         raise DataError(f"validation must be a number of clients, not {validation}")
+    if samples is not None and samples < 1:
+        raise DataError(f"samples must be at least 1, not {samples}")
     asked = clients if not clients else clients + validation
     corpus = read_corpus(name, Files.of(data_dir), asked, seed)
     if pooled:
         corpus = corpus.pooled()
+    if samples is not None:
+        corpus = corpus.fewer(samples)
     report = _dealt(corpus, str(call), partition, asked, validation, seed)
     federation = _assembled(corpus, call.name, report, dropped_test=fold is not None)
     federation = split_clients(federation, validation=validation, fold=fold, seed=seed)

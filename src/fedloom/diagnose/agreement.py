@@ -28,7 +28,12 @@ def gsi(rows: Rows, weights: Tensor, by: GroupBy = "tensor") -> Tensor:
     mean = rows.weighted_sum(w)
     spread = (w[:, None] * rows.squares(by)).sum(0)
     spread, length = torch.stack([spread, rows.space.groups(by).sums(mean.square())]).cpu()
-    cancelled = length <= (64 * torch.finfo(mean.dtype).eps) ** 2 * spread  # the average is nothing but rounding
+    return gsi_of(spread, length, mean.dtype)
+
+
+def gsi_of(spread: Tensor, length: Tensor, dtype: torch.dtype) -> Tensor:
+    """`gsi` from sum_k w_k |g_kP|^2 and |g_P|^2, where g was computed in this dtype."""
+    cancelled = length <= (64 * torch.finfo(dtype).eps) ** 2 * spread  # the average is nothing but rounding
     return torch.where(spread == 0, 1.0, torch.where(cancelled, math.inf, (spread / length).sqrt()))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedloom.data.catalogue import FACTS, find_dataset
 from fedloom.data.standardise import Standardisation
+from fedloom.diagnosis import named
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import LastBatch, Local, Optimizer
 from fedloom.method import Method
@@ -32,6 +33,7 @@ class RunConfig:
     clients: int | None = _setting(None, "Number of clients: 20, or all that the data have of their own.")
     pooled: bool = _setting(False, "Deal out training and test samples together.")
     validation: int = _setting(0, "Further clients to hold out for validation.")
+    samples: int | None = _setting(None, "Use so many training samples only, and at most so many for the test.")
     fold: int | None = _setting(None, "Split clients 60/20/20 into training, validation and test: fold 0 to 4.")
     augment: str | None = _setting(None, "Augmentation of images, such as 'crop+flip+cutout'.")
     standardise: Standardisation | None = _setting(None, "Columns of tables to mean 0, deviation 1: global or local.")
@@ -52,6 +54,10 @@ class RunConfig:
     loss: str | None = _setting(None, "cross-entropy or hinge; left out, what the model wants.")
     metric: str = _setting("accuracy", "accuracy, f1 or auc.")
     eval_every: int = _setting(1, "Rounds between evaluations.")
+    patience: int | None = _setting(None, "Stop after so many evaluations without a better validation score.")
+    diagnose: str | None = _setting(
+        None, "Measure: gsi, similarity, labels, divergence, twin, fairness, probe (several with commas)."
+    )
     seed: int = _setting(0, "Seed of data, model and run; the first one of a comparison.")
     engine: str = _setting("auto", "How cohorts are trained: auto, loop (client by client) or vector (all at once).")
     compile: bool | None = _setting(None, "Compile a cohort's step: true, false, or left out for runs that gain by it.")
@@ -65,8 +71,8 @@ class RunConfig:
     @property
     def dealing(self) -> dict[str, Any]:
         """What `load` needs to know: the data, and how clients get them."""
-        names = ("partition", "clients", "seed", "pooled", "validation", "fold", "augment", "standardise", "data_dir")
-        return {"name": self.data, **{name: getattr(self, name) for name in names}}
+        names = ("partition", "clients", "seed", "pooled", "validation", "samples", "fold", "augment", "standardise")
+        return {"name": self.data, "data_dir": self.data_dir, **{name: getattr(self, name) for name in names}}
 
     def settled(self) -> "RunConfig":
         """With the choices made that depend on the data set, and paths that hold from everywhere."""
@@ -106,6 +112,7 @@ class RunConfig:
                 raise ConfigError(f"{place}{name} must be {describe(hints[name])}, not {_brief(value)}")
         changed = replace(self, **checked)
         Method(changed.method)
+        named(changed.diagnose)
         _ = changed.local
         return changed
 

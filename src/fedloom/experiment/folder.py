@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, metrics.jsonl, model.safetensors, checkpoint/, partition.npz, report.html."""
+"""A run's folder: config, metrics, names of the tensors, model, checkpoints, partition, report."""
 
 import fcntl
 import json
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 MARK = ".fedloom"
 COMPARISON = "comparison.yaml"
-CONFIG, METRICS, MODEL, PARTITION, CHECKPOINT = (
+CONFIG, METRICS, MODEL, PARTITION, CHECKPOINT, TENSORS = (
     "config.yaml",
     "metrics.jsonl",
     "model.safetensors",
     "partition.npz",
     "checkpoint",
+    "tensors.json",  # names of the model's parameters, in the order of metrics that have one value for each
 )
 
 

@@ -21,6 +21,7 @@ from fedloom.experiment.folder import (
     METRICS,
     MODEL,
     PARTITION,
+    TENSORS,
     Run,
     claim,
     is_finished,
@@ -122,6 +123,7 @@ def _opened(
     config = replace(config, engine=engine.name, compile=engine.compile)
     with claim(folder, overwrite, resume):
         write_text(folder / CONFIG, config.yaml())
+        write_text(folder / TENSORS, json.dumps(training.simulation.setup.space.names))
         if federation.report is not None:
             federation.report.save(folder / PARTITION)
         write_text(folder / METRICS, "".join(json_line(row) for row in training.history))
@@ -155,6 +157,8 @@ def prepare_run(
         loss=config.loss,
         metric=config.metric,
         eval_every=config.eval_every,
+        patience=config.patience,
+        diagnose=config.diagnose,
         engine=config.engine,
         compile=config.compile,
         max_memory=config.max_memory,

@@ -14,6 +14,10 @@ When it helps: clients of very different speed.
 What it costs: the traffic of one client per update; the simulation keeps the last max_staleness + 1 models, and draws
 uniformly the one that each client starts from.
 
+A client whose update is u models old was at work while u + 1 models were made, so on average max_staleness / 2 + 1
+of them are at work at once. Left out, max_staleness is 2 (r - 1), with which these are as many as a synchronous round
+has clients.
+
 Departures: one public framework grows with staleness, (u + 1)^a; the paper's power is negative. One round here is one
 mixed client. With a single row at a time dgt, krum and fedglad have nothing to compare, and a remark says so.
 """
@@ -41,6 +45,7 @@ from fedloom.stages import (
     Update,
     Wire,
     check,
+    scalar,
 )
 
 Staleness = Literal["constant", "poly", "hinge"]
@@ -52,7 +57,7 @@ def fedasync(
     staleness: Staleness = "constant",
     a: float | None = None,
     b: float | None = None,
-    max_staleness: int = 16,
+    max_staleness: int | None = None,
     rho: float = 0.0,
 ) -> Sequence[Stage]:
     """Mix one client at a time into the newest model."""
@@ -65,17 +70,19 @@ def fedasync(
 
 @dataclass(frozen=True)
 class Asynchronous(Schedule):
-    max_staleness: int
+    max_staleness: int | None
     weights = "equal"
 
     def __post_init__(self) -> None:
-        check(self.max_staleness >= 0, f"fedasync: max_staleness must be at least 0, not {self.max_staleness}")
+        valid = self.max_staleness is None or self.max_staleness >= 0
+        check(valid, f"fedasync: max_staleness must be at least 0, not {self.max_staleness}")
 
     def works(self, per_round: int) -> float:
         return 1 / per_round
 
     def init(self, setup: Setup) -> State:
-        return {"queue": setup.start[None]}  # the last models, the newest last
+        longest = 2 * (setup.per_round - 1) if self.max_staleness is None else self.max_staleness
+        return {"queue": setup.start[None], "kept": scalar(longest + 1)}  # the last models, the newest last
 
     def collect(self, state: State, cohorts: Cohorts) -> Collected:
         queue = state["queue"]
@@ -90,10 +97,10 @@ class Asynchronous(Schedule):
         return state, replace(updates, rows=rebased, extra={**updates.extra, "staleness": stale})
 
     def observe(self, state: State, record: Round) -> State:
-        queue = torch.cat([state["queue"], record.after[None]])[-self.max_staleness - 1 :]
+        queue = torch.cat([state["queue"], record.after[None]])[-int(state["kept"]) :]
         # The new model's buffers are known when the next round begins.
-        kept = {name: values[len(values) - len(queue) + 1 :] for name, values in state.items() if name != "queue"}
-        return {"queue": queue, **kept}
+        buffers = {n: values[len(values) - len(queue) + 1 :] for n, values in state.items() if n.startswith("buffers/")}
+        return {**state, "queue": queue, **buffers}
 
     def _with_newest(self, state: State, buffers: Buffers) -> State:
         """Each model's own batch-norm statistics, so that an old model is not sent with somebody else's."""

@@ -84,7 +84,8 @@ class FedDynServer(Deploying):
     weights = "equal"
 
     def init(self, setup: Setup) -> State:
-        return {**super().init(setup), "h": zeros(setup), "population": scalar(setup.clients)}
+        margin = {"margin": torch.full_like(setup.start[0], torch.nan)}
+        return {**super().init(setup), "h": zeros(setup), "population": scalar(setup.clients), **margin}
 
     def step(self, state: State, record: Round) -> tuple[State, Tensor]:
         bar = record.theta - record.scaled
@@ -93,8 +94,13 @@ class FedDynServer(Deploying):
         if int(record.updates.counts.max()) > 1:  # a client drawn twice counts twice in bar, but has one h_k
             once = record.updates.rows.weighted_sum(torch.full((r,), 1 / r, dtype=torch.float64))
             moved = moved - record.aggregate + once
-        h = state["h"] + r / float(state["population"]) * moved
-        return {**self.averaged(state, bar), "h": h}, bar - h
+        share = r / float(state["population"])
+        h = state["h"] + share * moved
+        # AdaBest's Theorem 1: |h| does not grow if and only if cos(h, g) + r/(2N) |g| / |h| <= 0. No float() here: the
+        # host would wait for it.
+        length, step = torch.linalg.vector_norm(state["h"]), torch.linalg.vector_norm(moved)
+        margin = state["h"] @ moved / (length * step) + share / 2 * step / length
+        return {**self.averaged(state, bar), "h": h, "margin": margin}, bar - h
 
     def report(self, state: State) -> dict[str, Tensor]:
-        return {"h_norm": torch.linalg.vector_norm(state["h"])}
+        return {"h_norm": torch.linalg.vector_norm(state["h"]), "margin": state["margin"]}

@@ -73,4 +73,4 @@ class Fedglad(Rescaler):
     def report(self, state: State) -> dict[str, Tensor]:
         bound = self.gamma * float(state["t"] - 1) if state["t"] > 1 else 0.0
         at_bound = ((state["scale"] - 1).abs() >= bound * (1 - 1e-12)).double().mean()
-        return {"gsi": state["gsi"], "scale": state["scale"], "at_bound": at_bound}
+        return {"gsi": state["gsi"], "B": state["B"], "scale": state["scale"], "at_bound": at_bound}
