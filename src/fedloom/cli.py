@@ -124,7 +124,7 @@ def compare(
 ) -> None:
     """Compare methods on equal terms: same data, same starting models, same number of Works."""
     from fedloom.experiment.compare import compare as run_all
-    from fedloom.report.table import csv_text, table
+    from fedloom.report.table import table, write_tables
 
     begun = read_comparison(folder / COMPARISON) if resume and (folder / COMPARISON).is_file() else {}
     before = {name: begun.pop(name, None) for name in ("methods", "seeds", "target")}
@@ -144,7 +144,7 @@ def compare(
         lockstep=lockstep,
     )
     out.print(table(done))
-    write_text(folder / "table.csv", csv_text(done))
+    write_tables(done, folder)
     _write_page(folder, "comparison_page", done)
 
 

@@ -80,7 +80,7 @@ def test_numbers_of_the_table(comparison: Comparison) -> None:
     a, b = (run.history[-1]["test_accuracy"] for run in row.runs)
     assert row.mean == pytest.approx((a + b) / 2)
     assert row.deviation == pytest.approx(abs(a - b) / 2**0.5)
-    assert spread(row) == f"{100 * row.mean:.2f} ± {100 * abs(a - b) / 2**0.5:.2f}"
+    assert spread(row.finals) == f"{100 * row.mean:.2f} ± {100 * abs(a - b) / 2**0.5:.2f}"
     goal = comparison.target
     reached = [next(line["works"] for line in run.history if line["test_accuracy"] >= goal) for run in row.runs]
     assert row.works_to_target == pytest.approx(sum(reached) / 2)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,10 +16,12 @@ from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, Run, claim, is_finished, write_text
 from fedloom.experiment.progress import Watch
 from fedloom.experiment.run import Job, load_data, prepare_run, start_runs
+from fedloom.experiment.statistics import Paired, compare_all
 from fedloom.method import Method
 from fedloom.simulation import cohort_size
 
 TOGETHER = 32  # runs that are in memory at once
+LAST = 10  # rounds whose mean is told beside the last one
 BASELINE_SHARE = 0.95  # without a target: how soon is a method as good as this share of the baseline's end?
 
 
@@ -30,6 +33,7 @@ class Row:
     runs: list[Run]
     metric: str
     target: float | None = None
+    gain: Paired | None = None  # over the baseline, in the metric after the last round; None: it is the baseline
 
     @property
     def finals(self) -> list[float]:
@@ -45,10 +49,24 @@ class Row:
         return statistics.stdev(self.finals) if len(self.finals) > 1 else None
 
     @property
+    def tails(self) -> list[float]:
+        """The mean over the last rounds, of each seed: a single round may be lucky."""
+        return [_tail(run, self.metric) for run in self.runs]
+
+    @property
     def works_to_target(self) -> float | None:
         """Works until the target was first reached, on average over seeds; None if a seed never reached it."""
-        reached = [_works_to(run, self.metric, self.target) for run in self.runs]
-        return None if None in reached else statistics.fmean(r for r in reached if r is not None)
+        return self._to_target("works")
+
+    @property
+    def bytes_to_target(self) -> float | None:
+        """Bytes that went over the wire until then, both ways."""
+        up, down = self._to_target("uplink_bytes"), self._to_target("downlink_bytes")
+        return None if up is None or down is None else up + down
+
+    def _to_target(self, count: str) -> float | None:
+        reached = [_reached(run, self.metric, self.target) for run in self.runs]
+        return None if None in reached else statistics.fmean(line[count] for line in reached if line is not None)
 
     @property
     def works(self) -> float:
@@ -134,7 +152,13 @@ def compare(
         runs = [run for i in range(0, len(jobs), at_once) for run in start_runs(jobs[i : i + at_once], resume=resume)]
         rows = [Row(plan.method, runs[i * seeds : (i + 1) * seeds], config.metric) for i, plan in enumerate(plans)]
     goal = BASELINE_SHARE * rows[0].mean if target is None else target
-    return Comparison(folder, config, [replace(row, target=goal) for row in rows], goal, seeds)
+    rows = [replace(row, target=goal, gain=gain) for row, gain in zip(rows, gains(rows), strict=True)]
+    return Comparison(folder, config, rows, goal, seeds)
+
+
+def gains(rows: Sequence[Row]) -> list[Paired | None]:
+    """Of each method over the first, seed by seed."""
+    return [None, *compare_all(rows[0].finals, [row.finals for row in rows[1:]])]
 
 
 def _described(config: RunConfig, methods: list[str], seeds: int, target: float | None) -> str:
@@ -157,9 +181,15 @@ def _final(run: Run, metric: str) -> float:
     return float("nan") if value is None else float(value)
 
 
-def _works_to(run: Run, metric: str, target: float | None) -> float | None:
-    for row in run.history:
-        value = row.get(f"test_{metric}")
+def _tail(run: Run, metric: str) -> float:
+    values = [line.get(f"test_{metric}") for line in run.history[-LAST:] if f"test_{metric}" in line]
+    return statistics.fmean(float("nan") if value is None else value for value in values) if values else float("nan")
+
+
+def _reached(run: Run, metric: str, target: float | None) -> dict[str, Any] | None:
+    """The first line at or above the target."""
+    for line in run.history:
+        value = line.get(f"test_{metric}")
         if target is not None and value is not None and value >= target:
-            return float(row["works"])
+            return line
     return None
