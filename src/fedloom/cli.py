@@ -1,4 +1,4 @@
-"""The command line: `fedloom run`, `compare`, `methods`, `data`, `models`, `evaluate`, `bench`."""
+"""The command line: `fedloom run`, `compare`, `reproduce` and the rest."""
 
 import dataclasses
 import functools
@@ -30,6 +30,7 @@ out, err = Console(), Console(stderr=True)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; written options win.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder of data files and weights, in place of FEDLOOM_DATA.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds.")]
 
 
@@ -149,6 +150,66 @@ def compare(
 
 
 @app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One recipe, to read about it.", show_default="all")] = None,
+    cost: Annotated[bool, typer.Option(help="Measure how long each would take here (once, then remembered).")] = True,
+    data_dir: DataDir = None,
+) -> None:
+    """List the papers' tables and figures that can be reproduced, and how long each would take on this machine."""
+    from fedloom.experiment.recipe import find_recipe, recipe_names
+    from fedloom.report.recipe_page import listed, recipe_page
+
+    if name is not None:
+        out.print(recipe_page(find_recipe(name)), markup=False, highlight=False, soft_wrap=True)
+        return
+    out.print(listed([find_recipe(known) for known in recipe_names()], cost, data_dir, err))
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="A name of `fedloom recipes`, or a YAML file.")],
+    rows: Annotated[
+        list[str] | None, typer.Option(help="Only these rows: a name or parts of it, 'cifar10/10%'.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="paper, quick (a tenth of the rounds, one seed) or smoke (does it run?).")
+    ] = "paper",
+    seeds: Annotated[int | None, typer.Option(help="How many seeds.", show_default="as in the paper")] = None,
+    folds: Annotated[
+        int | None, typer.Option(help="How many folds of clients.", show_default="as in the paper")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Works per client slot.", show_default="as in the paper")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, loop or vector.")] = "auto",
+    data_dir: DataDir = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder for runs and results; what it holds is reused.")] = Path(
+        "runs/reproduce"
+    ),
+) -> None:
+    """Run a paper's table or figure, going on where it stopped, and show what was measured beside what was printed."""
+    from fedloom.experiment.recipe import find_recipe
+    from fedloom.experiment.reproduce import reproduce as run_recipe
+    from fedloom.report import reproduction
+
+    found = run_recipe(
+        find_recipe(name),
+        folder,
+        console=err,
+        scale=scale,
+        rows=rows or (),
+        seeds=seeds,
+        folds=folds,
+        rounds=rounds,
+        settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
+    )
+    out.print(reproduction.table(found))
+    for why, whom in reproduction.reasons(found).items():
+        out.print(f"not run: {', '.join(whom)}: {why}", soft_wrap=True, highlight=False, markup=False)
+    reproduction.write(found, " ".join(["fedloom", *sys.argv[1:]]))
+    out.print(f"results: {found.folder / 'result.csv'}, result.md", soft_wrap=True, highlight=False)
+
+
+@app.command()
 def bench(
     seconds: Annotated[float, typer.Option(help="For each measurement.", min=0.01)] = 0.5,
     keep: Annotated[bool, typer.Option(help="Write what was found, for all later runs with --engine auto.")] = True,
@@ -195,7 +256,7 @@ def data(
     name: Annotated[
         str | None, typer.Argument(help="One data set, to look at its samples.", show_default="all")
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of data files, in place of FEDLOOM_DATA.")] = None,
+    data_dir: DataDir = None,
     partition: Annotated[str | None, typer.Option(help="Deal it out, and describe what clients get.")] = None,
     clients: Annotated[int | None, typer.Option(help="To so many clients.", show_default="100, or all")] = None,
     pooled: Annotated[bool, typer.Option("--pooled", help="Deal out training and test samples together.")] = False,

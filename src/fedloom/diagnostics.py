@@ -80,18 +80,18 @@ class Similarity(Diagnostic):
 
     def measure(self, look: Look) -> Metrics:
         record = look.record
-        rows = record.received.rows
+        rows = record.updates.rows  # as they are averaged
         found: Metrics = {
             "similarity.cosine": mean_cosine(rows),
             "similarity.conflicts": conflicts(rows),
             "similarity.norm_ratio": norm_ratio(rows),
         }
-        if record.updates.rows is not rows:  # an update stage has changed them
-            found["similarity.cosine_after"] = mean_cosine(record.updates.rows)
-            found["similarity.conflicts_after"] = conflicts(record.updates.rows)
-        if look.snapshot and len(record.received) <= LARGEST_MATRIX:
+        if record.received.rows is not rows:  # an update stage has changed them
+            found["similarity.cosine_before"] = mean_cosine(record.received.rows)
+            found["similarity.conflicts_before"] = conflicts(record.received.rows)
+        if look.snapshot and len(record.updates) <= LARGEST_MATRIX:
             found["similarity.matrix"] = cosines(rows).tolist()
-            found["clients"] = record.received.clients.tolist()
+            found["clients"] = record.updates.clients.tolist()
         return found
 
 

@@ -83,7 +83,7 @@ def test_similarity(federation: fl.Federation) -> None:
         assert line["similarity.cosine"] == pytest.approx(mean_angle(rows), rel=1e-9)
         assert line["similarity.conflicts"] == pytest.approx(np.mean(pairs))
         assert line["similarity.norm_ratio"] == pytest.approx(squares.std() / squares.mean(), rel=1e-9)
-        assert "similarity.cosine_after" not in line
+        assert "similarity.cosine_before" not in line
         if "similarity.matrix" in line:
             assert np.allclose(line["similarity.matrix"], [[cosine(a, b) for b in rows] for a in rows])
             assert line["clients"] == clients
@@ -92,8 +92,8 @@ def test_similarity(federation: fl.Federation) -> None:
 def test_similarity_before_and_after_dgt(federation: fl.Federation) -> None:
     result, seen = run(federation, "dgt(alpha=0.5)", "similarity", rounds=6)
     for line, rows in zip(result.history, seen.rows, strict=True):  # what was averaged, so after
-        assert line["similarity.cosine_after"] == pytest.approx(mean_angle(rows), rel=1e-9)
-    assert any(line["similarity.cosine_after"] > line["similarity.cosine"] + 1e-3 for line in result.history)
+        assert line["similarity.cosine"] == pytest.approx(mean_angle(rows), rel=1e-9)
+    assert any(line["similarity.cosine"] > line["similarity.cosine_before"] + 1e-3 for line in result.history)
 
 
 def test_labels(federation: fl.Federation) -> None:

@@ -205,6 +205,8 @@ def test_which_models_mix_samples() -> None:
     task = Task.of(dense(), None, torch.device("cpu"), "auto")
     assert not mixes_samples(task, data)
     assert mixes_samples(Task.of(normed(), None, torch.device("cpu"), "auto"), data)
+    huge = torch.full_like(data.x, torch.finfo(data.x.dtype).max)  # which overflows, for whatever reason
+    assert not mixes_samples(task, replace(data, x=huge))
 
 
 @pytest.mark.parametrize(("engine", "most"), [("loop", 0.0), ("vector", 1e-12)])

@@ -14,7 +14,7 @@ from fedloom.diagnose.agreement import conflicts, cosines, gsi, gsi_universal, m
 from fedloom.diagnose.divergence import dissimilarity, distance
 from fedloom.diagnose.drift import feddyn_margin, norms
 from fedloom.diagnose.fairness import Fairness, fairness
-from fedloom.diagnose.skew import c_score, label_counts, pearson, sim_score
+from fedloom.diagnose.skew import c_score, label_counts, pearson, sim_score, worst_cohort
 
 __all__ = [
     "Fairness",
@@ -33,4 +33,5 @@ __all__ = [
     "norms",
     "pearson",
     "sim_score",
+    "worst_cohort",
 ]

@@ -42,6 +42,24 @@ def sim_score(federation: Federation, clients: Clients) -> float:
     return cosine(label_counts(federation, clients), label_counts(federation))
 
 
+def worst_cohort(federation: Federation, number: int) -> list[int]:
+    """The clients of an unlucky round: so many that have the largest shares of one same label, most of it first. The
+    label is the one of which that many clients have most.
+
+    >>> federation = Federation.from_arrays([([[0.0], [1.0]], [0, 1]), ([[2.0]], [1]), ([[3.0], [4.0]], [1, 1])])
+    >>> worst_cohort(federation, 2)
+    [1, 2]
+    """
+    labels, offsets = _labels(federation)
+    clients = torch.repeat_interleave(torch.arange(len(federation)), offsets[1:] - offsets[:-1])
+    counts = torch.zeros(len(federation), federation.classes or 0, dtype=torch.float64)
+    counts.index_put_((clients, labels), torch.ones(len(labels), dtype=torch.float64), accumulate=True)
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    order = shares.argsort(dim=0, descending=True, stable=True)[:number]  # [number, classes]
+    label = shares.gather(0, order).sum(0).argmax()
+    return [int(k) for k in order[:, label]]
+
+
 def c_score(federation: Federation) -> float:
     """(1/N) sum_k sum_c |r_c^k - R_c|, with r^k the label shares of client k and R those of all. RADFed, Section V-C.
 

@@ -10,6 +10,7 @@ from fedloom.data.catalogue import FACTS, find_dataset
 from fedloom.data.standardise import Standardisation
 from fedloom.diagnosis import named
 from fedloom.errors import ConfigError, nearest
+from fedloom.experiment.yaml_file import Places, read_yaml
 from fedloom.local import LastBatch, Local, Optimizer
 from fedloom.method import Method
 from fedloom.registry import MISFIT, describe, fit_value
@@ -143,50 +144,21 @@ def _brief(value: Any) -> str:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The settings in a YAML file; whatever is wrong with it is told with its line."""
-    values, lines = _read_lines(path)
-    RunConfig().change(values, where=lines)
+    values, places = read_yaml(path)
+    RunConfig().change(values, where=lines_of(places))
     return values
+
+
+def lines_of(places: Places, *above: str) -> dict[str, str]:
+    """Where each of the keys below a place stands."""
+    return {at[-1]: line for at, line in places.items() if at[:-1] == above}
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
     """The settings of a comparison, with its `methods`, `seeds` and `target`."""
-    values, lines = _read_lines(path)
+    values, places = read_yaml(path)
     own = ("methods", "seeds", "target")
-    RunConfig().change({name: value for name, value in values.items() if name not in own}, where=lines)
+    RunConfig().change({name: value for name, value in values.items() if name not in own}, where=lines_of(places))
     if not isinstance(values.get("methods"), list) or not isinstance(values.get("seeds"), int):
         raise ConfigError(f"{path} does not say which methods it compares over how many seeds")
     return values
-
-
-def _read_lines(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a YAML file sets, and where."""
-    import yaml
-
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} can't be read: {error}") from None
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except Exception as error:  # a hostile file may fail anywhere inside of the parser
-        raise ConfigError(f"{path}{_line(error)}: {_problem(error)}") from None
-    if values is None:
-        return {}, {}
-    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path}: expected lines of the form 'setting: value'")
-    lines: dict[str, str] = {}
-    for key, _ in node.value:
-        if key.value in lines:
-            raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {key.value!r} is set twice")
-        lines[str(key.value)] = f"{path}, line {key.start_mark.line + 1}: "
-    return values, lines
-
-
-def _line(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f", line {mark.line + 1}" if mark else ""
-
-
-def _problem(error: Exception) -> str:
-    return str(getattr(error, "problem", None) or "this is no YAML").replace("\n", " ")

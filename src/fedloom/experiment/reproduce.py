@@ -1,0 +1,288 @@
+"""Run a recipe: every method of every row with every seed, measured beside printed.
+
+Runs lie in OUT/runs, named by their settings, so that recipes which need the same run share it and a run that was
+interrupted goes on.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedloom.diagnose.skew import worst_cohort
+from fedloom.engines.vector import Vector
+from fedloom.errors import ConfigError, FedloomError
+from fedloom.experiment.compare import TOGETHER, rounds_for, slug
+from fedloom.experiment.config import RunConfig
+from fedloom.experiment.cost import duration, seconds_for
+from fedloom.experiment.folder import Run, is_finished, load_run
+from fedloom.experiment.progress import Watch
+from fedloom.experiment.recipe import SCALES, Case, Printed, Recipe
+from fedloom.experiment.run import Job, load_data, prepare_run, start_runs
+from fedloom.method import Method
+from fedloom.simulation import cohort_size, find_device
+
+LONGEST_WITHOUT_GPU = 24 * 3600.0  # seconds that a row may take before somebody has to say that it shall
+# Settings that are not part of a run's name: they are in the folder's, or can't change its result.
+ELSEWHERE = {"seed", "fold", "device", "engine", "compile", "max_memory", "data_dir", "checkpoint_every"}
+SMOKE: dict[str, Any] = {"samples": 60, "steps": 1, "epochs": 1, "patience": None, "eval_every": 1_000_000}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method in one row, as far as it was run."""
+
+    case: Case
+    config: RunConfig  # as it was run, but for seed and fold
+    runs: tuple[Run, ...] = ()
+    why_not: str = ""
+
+    def values(self, recipe: Recipe, score: str) -> list[float]:
+        return [recipe.scores[score].of(run.history) for run in self.runs]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A score of one method in one row, measured beside printed."""
+
+    row: str
+    label: str
+    score: str
+    mean: float
+    sd: float | None
+    runs: int
+    printed: Printed | None
+    why_not: str = ""
+
+    @property
+    def difference(self) -> float:
+        return math.nan if self.printed is None else self.mean - self.printed.mean
+
+    @property
+    def deviations(self) -> float:
+        """The difference in printed standard deviations."""
+        return math.nan if self.printed is None or not self.printed.sd else self.difference / self.printed.sd
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """The outcome of `reproduce`."""
+
+    recipe: Recipe
+    scale: str
+    folder: Path
+    cells: tuple[Cell, ...]
+
+    def findings(self) -> list[Finding]:
+        """Every score of every cell; a score that nobody printed and no run has measured is left out."""
+        found = []
+        for cell in self.cells:
+            for score in self.recipe.scores:
+                printed = cell.case.printed.get(score)
+                values = cell.values(self.recipe, score)
+                known = [value for value in values if not math.isnan(value)]
+                if not known and printed is None and not (cell.why_not and score == next(iter(self.recipe.scores))):
+                    continue
+                mean, sd = self._told(cell, score, known, complete=len(known) == len(values))
+                found.append(
+                    Finding(cell.case.row, cell.case.label, score, mean, sd, len(known), printed, cell.why_not)
+                )
+        return found
+
+    def _told(self, cell: Cell, score: str, known: list[float], complete: bool) -> tuple[float, float | None]:
+        """Mean and deviation; relative to another method where the recipe says so."""
+        if not known or not complete:  # a seed that never reached it has no mean to be in
+            return math.nan, None
+        mean, sd = statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None
+        base = self.recipe.relative_to
+        if base is None or cell.case.label == base:
+            return mean, sd
+        other = next(c for c in self.cells if c.case.row == cell.case.row and c.case.label == base)
+        reference = statistics.fmean(other.values(self.recipe, score) or [0.0])
+        return (100 * (mean / reference - 1) if reference else math.nan), None
+
+
+def scaled(recipe: Recipe, case: Case, scale: str, rounds: int | None = None) -> RunConfig:
+    """A case's settings at a scale; `rounds` counts Works per client slot."""
+    if scale not in SCALES:
+        raise ConfigError(f"unknown scale {scale!r}: choose from {', '.join(SCALES)}")
+    config, method = case.config, Method(case.config.method)
+    per_round = cohort_size(config.per_round, config.clients or 100)
+    if scale == "smoke":
+        clients = None if config.clients is None else min(config.clients, 12)
+        few = min(2, per_round)
+        least = math.ceil(method.pipeline().schedule.stage.works(few) - 1e-9)
+        batch = None if config.batch_size is None else min(config.batch_size, 4)
+        config = config.change({**SMOKE, "clients": clients, "per_round": few, "batch_size": batch})
+        config = replace(config, rounds=max(2, least), validation=min(config.validation, 2))
+    elif scale == "quick":
+        least = math.ceil(10 * method.pipeline().schedule.stage.works(per_round))
+        config = replace(config, rounds=min(config.rounds, max(config.rounds // 10, least)))
+    config = config.change(recipe.scales.get(scale, {}))
+    return config if rounds is None else config.change({"rounds": rounds})
+
+
+def reproduce(
+    recipe: Recipe,
+    out: Path,
+    *,
+    console: Console,
+    scale: str = "paper",
+    rows: Sequence[str] = (),
+    seeds: int | None = None,
+    folds: int | None = None,
+    rounds: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Reproduction:
+    """Run a recipe into a folder; what the folder holds already is taken from there. Rows that can't be run are told
+    with the reason.
+    """
+    chosen = _chosen(recipe, rows)
+    seeds = (recipe.seeds if scale == "paper" else 1) if seeds is None else seeds
+    folds = (recipe.folds if scale == "paper" or recipe.folds is None else 1) if folds is None else folds
+    if seeds < 1 or (folds is not None and not 1 <= folds <= 5):
+        raise ConfigError(f"seeds must be at least 1 and folds between 1 and 5, not {seeds} and {folds}")
+    if folds is not None and recipe.folds is None:
+        raise ConfigError(f"{recipe.name} does not hold clients out in folds")
+    by_row: dict[str, list[Cell]] = {}
+    skipped: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    for case in recipe.cases:
+        config = scaled(recipe, case, scale, rounds).change(dict(settings or {}))
+        by_row.setdefault(case.row, []).append(Cell(case, config))
+    for row, cells in by_row.items():
+        kind = (cells[0].config.data, cells[0].config.model)
+        if row not in chosen:
+            by_row[row] = [replace(cell, why_not="not chosen by --rows") for cell in cells]
+        elif scale == "smoke" and kind in seen:
+            by_row[row] = [replace(cell, why_not="smoke runs one row of each data set and model") for cell in cells]
+        else:
+            seen.add(kind)
+            continue
+        skipped.add(row)
+    repeats = [(seed, fold) for seed in range(seeds) for fold in (range(folds) if folds else [None])]
+    for row, cells in by_row.items():
+        if row not in skipped:
+            by_row[row] = _run_row(recipe, row, cells, repeats, out, scale, console)
+    return Reproduction(recipe, scale, out / recipe.name, tuple(cell for cells in by_row.values() for cell in cells))
+
+
+def _chosen(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
+    """Rows whose name holds every part of one of the wanted texts."""
+    if not wanted:
+        return recipe.rows
+    found = []
+    for text in wanted:
+        parts = [part for part in text.split("/") if part]
+        matching = [row for row in recipe.rows if row == text or set(parts) <= set(row.split("/"))]
+        if not matching:
+            raise ConfigError(f"{recipe.name} has no row {text!r}: the rows are {', '.join(recipe.rows)}")
+        found += matching
+    return found
+
+
+def _run_row(
+    recipe: Recipe,
+    row: str,
+    cells: list[Cell],
+    repeats: list[tuple[int, int | None]],
+    out: Path,
+    scale: str,
+    console: Console,
+) -> list[Cell]:
+    """All methods of a row, in lockstep where they can be."""
+    try:
+        planned = [[_job(recipe, cell.config, out, *repeat) for repeat in repeats] for cell in cells]
+        why_not = _too_long(recipe, [job for jobs in planned for job in jobs]) if scale == "paper" else ""
+    except FedloomError as error:
+        return [replace(cell, why_not=_told(error)) for cell in cells]
+    if why_not:
+        return [replace(cell, why_not=why_not) for cell in cells]
+    console.print(f"{recipe.name}: {row}", highlight=False, markup=False, soft_wrap=True)
+    jobs = {job.folder: job for one in planned for job in one}  # two labels may be the same run
+    problems = _run(list(jobs.values()), console)
+    done = []
+    for cell, own in zip(cells, planned, strict=True):
+        runs = tuple(load_run(job.folder) for job in own if is_finished(job.folder))
+        missing = [problems[job.folder] for job in own if not is_finished(job.folder)]
+        done.append(replace(cell, runs=runs, why_not=missing[0] if missing else ""))
+    return done
+
+
+def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
+    """Finish all of them; why those that fail did not."""
+    problems: dict[Path, str] = {}
+    ready: list[Job] = []
+    tried: dict[Path, str] = {}
+    vector = True
+    for job in jobs:
+        if is_finished(job.folder):
+            continue
+        kind = job.folder.parent  # seeds differ in nothing that could be refused
+        if kind not in tried:  # whatever is wrong with one method does not keep the others from running
+            tried[kind], by_vector = _try(job)
+            vector &= by_vector
+        if tried[kind]:
+            problems[job.folder] = tried[kind]
+        else:
+            ready.append(job)
+    at_once = TOGETHER if vector else 1
+    with Watch(sum(job.config.rounds for job in ready), console) as watch:
+        told = [
+            job._replace(callbacks=[watch.callback(f"{job.config.method} seed {job.config.seed}", job.config.metric)])
+            for job in ready
+        ]
+        for i in range(0, len(told), at_once):
+            try:
+                start_runs(told[i : i + at_once], resume=True)
+            except FedloomError as error:
+                problems |= {job.folder: _told(error) for job in told[i : i + at_once]}
+    return problems
+
+
+def _try(job: Job) -> tuple[str, bool]:
+    """Why a run can't begin, and whether it would be trained as one matrix."""
+    try:
+        ready = prepare_run(job.config, job.folder, resume=True)
+    except FedloomError as error:
+        return _told(error), True
+    return "", isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
+
+
+def _job(recipe: Recipe, config: RunConfig, out: Path, seed: int, fold: int | None) -> Job:
+    """One run of a case, and where it lies."""
+    config = replace(config, seed=seed, fold=fold).settled()
+    federation = load_data(**config.dealing)
+    method = Method(config.method)
+    if recipe.force is not None:
+        at = min(recipe.force, config.rounds) - 1
+        cohort = worst_cohort(federation, cohort_size(config.per_round, len(federation)))
+        method = method + Method(f"fixed(cohorts=[{cohort}], works=[{at}])")
+    rounds = rounds_for(method, config, len(federation))
+    config = replace(config, method=method.text, rounds=rounds)
+    settings = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
+    place = f"{slug(config.data)[:40]}-{slug(config.model)[:30]}-{slug(method.text)[:40]}-{digest}"
+    end = f"seed-{seed}" if fold is None else f"seed-{seed}-fold-{fold}"
+    return Job(config, out / "runs" / place / end)
+
+
+def _too_long(recipe: Recipe, jobs: list[Job]) -> str:
+    """Why a row should not be run without a GPU, unless somebody says so."""
+    first = jobs[0].config
+    if first.device != "auto" or find_device("auto").type != "cpu":
+        return ""
+    seconds = sum(seconds_for(job.config) for job in jobs if not is_finished(job.folder))
+    if seconds <= LONGEST_WITHOUT_GPU:
+        return ""
+    return f"it needs a GPU: about {duration(seconds)} on this CPU; --device cpu runs it all the same"
+
+
+def _told(error: FedloomError) -> str:
+    return " ".join(str(error).split())

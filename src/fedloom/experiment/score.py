@@ -1,0 +1,174 @@
+"""What is read off a finished run: texts such as `mean(test_accuracy, last=10)`, applied to its history.
+
+| score | value |
+| --- | --- |
+| last(key) | after the last evaluated round |
+| mean(key), mean(key, last=10) | the mean over all rounds, or over the last so many that have the key |
+| max(key), min(key) | the highest, the lowest |
+| argmax(key), argmin(key) | the round of the highest, the lowest |
+| first(key, above=0.8) | works until the key was first at least that |
+| drop(key, round=40) | the value after the round before it, less the value after it |
+| best(key, by=other) | the key in the round in which another one is highest: early stopping |
+| pearson(key, other) | the correlation of two keys over rounds |
+
+Shares (accuracy, F1 and AUC) are given in percent. A key whose value is a list counts with its mean.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedloom.diagnose.skew import pearson
+from fedloom.errors import ConfigError, nearest
+
+History = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One key's values, in the rounds that have it."""
+
+    key: str
+    lines: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, history: History, key: str) -> "Series":
+        return cls(key, [line for line in history if key in line])
+
+    @property
+    def values(self) -> list[float]:
+        return [_number(line[self.key]) for line in self.lines]
+
+    @property
+    def scale(self) -> float:
+        return 100.0 if is_share(self.key) else 1.0
+
+    def extreme(self, pick: Callable[..., float]) -> dict[str, Any]:
+        """The line of the highest or lowest value; what is not finite never is."""
+        known = [(value, i) for i, value in enumerate(self.values) if math.isfinite(value)]
+        best = pick((value for value, _ in known), default=math.nan)
+        at = next((i for value, i in known if value == best), None)
+        return {} if at is None else self.lines[at]
+
+
+def is_share(key: str) -> bool:
+    """Is it a share of one, which people read in percent?"""
+    return bool(re.fullmatch(r"(between_)?(test|validation|cloud)_(?!loss)\w+|fairness\.\w+", key))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, list):
+        known = [_number(item) for item in value if item is not None]
+        return statistics.fmean(known) if known else math.nan
+    return math.nan if value is None else float(value)
+
+
+def _last(history: History, key: str) -> float:
+    series = Series.of(history, key)
+    return series.scale * series.values[-1] if series.lines else math.nan
+
+
+def _mean(history: History, key: str, last: float = math.inf) -> float:
+    series = Series.of(history, key)
+    values = series.values if math.isinf(last) else series.values[-int(last) :]
+    return series.scale * statistics.fmean(values) if values else math.nan
+
+
+def _max(history: History, key: str) -> float:
+    series = Series.of(history, key)
+    return series.scale * _number(series.extreme(max).get(key))
+
+
+def _min(history: History, key: str) -> float:
+    series = Series.of(history, key)
+    return series.scale * _number(series.extreme(min).get(key))
+
+
+def _argmax(history: History, key: str) -> float:
+    return _number(Series.of(history, key).extreme(max).get("round"))
+
+
+def _argmin(history: History, key: str) -> float:
+    return _number(Series.of(history, key).extreme(min).get("round"))
+
+
+def _first(history: History, key: str, above: float) -> float:
+    reached = (line for line in history if key in line and _number(line[key]) >= above)
+    return _number(next(reached, {}).get("works"))
+
+
+def _drop(history: History, key: str, round: float) -> float:
+    series = Series.of(history, key)
+    before = [value for line, value in zip(series.lines, series.values, strict=True) if line["round"] < round]
+    at = [value for line, value in zip(series.lines, series.values, strict=True) if line["round"] == round]
+    return series.scale * (before[-1] - at[0]) if before and at else math.nan
+
+
+def _best(history: History, key: str, by: str) -> float:
+    return Series.of(history, key).scale * _number(Series.of(history, by).extreme(max).get(key))
+
+
+def _pearson(history: History, key: str, other: str) -> float:
+    pairs = [(_number(line[key]), _number(line[other])) for line in history if key in line and other in line]
+    known = [pair for pair in pairs if all(map(math.isfinite, pair))]
+    return pearson([a for a, _ in known], [b for _, b in known]) if known else math.nan
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., float], int, dict[str, type]]] = {  # function, keys, named values
+    "last": (_last, 1, {}),
+    "mean": (_mean, 1, {"last": float}),
+    "max": (_max, 1, {}),
+    "min": (_min, 1, {}),
+    "argmax": (_argmax, 1, {}),
+    "argmin": (_argmin, 1, {}),
+    "first": (_first, 1, {"above": float}),
+    "drop": (_drop, 1, {"round": float}),
+    "best": (_best, 1, {"by": str}),
+    "pearson": (_pearson, 2, {}),
+}
+NEEDED = {"first": "above", "drop": "round", "best": "by"}
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score by its text.
+
+    >>> Score.read("mean(test_accuracy, last=2)").of([{"test_accuracy": a} for a in (0.1, 0.5, 0.7)])
+    60.0
+    """
+
+    text: str
+    function: Callable[..., float]
+    keys: tuple[str, ...]
+    named: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def read(cls, text: str) -> "Score":
+        found = re.fullmatch(r"\s*([a-z]+)\((.*)\)\s*", text) if isinstance(text, str) else None
+        if not found:
+            raise ConfigError(f"{text!r} is no score: expected one such as mean(test_accuracy, last=10)")
+        if found[1] not in FUNCTIONS:
+            raise ConfigError(f"unknown score {found[1]!r}: {nearest(found[1], FUNCTIONS)}")
+        function, keys, kinds = FUNCTIONS[found[1]]
+        parts = [part.strip() for part in found[2].split(",")]
+        named = dict(re.split(r"\s*=\s*", part, maxsplit=1) for part in parts if "=" in part)
+        plain = tuple(part for part in parts if "=" not in part)
+        for name in named:
+            if name not in kinds:
+                raise ConfigError(f"{text}: {found[1]} has no {name!r}: {nearest(name, kinds)}")
+        needed = NEEDED.get(found[1])
+        if len(plain) != keys or not all(plain) or (needed and needed not in named):
+            wanted = f"{keys} key{'s' * (keys > 1)}" + (f" and {needed}=" if needed else "")
+            raise ConfigError(f"{text}: {found[1]} needs {wanted}")
+        try:
+            values = tuple((name, kinds[name](value)) for name, value in named.items())
+        except ValueError:
+            raise ConfigError(f"{text}: expected a number after =") from None
+        return cls(text, function, plain, values)
+
+    def of(self, history: History) -> float:
+        """nan where the run has not measured it, or never reached it."""
+        return self.function(history, *self.keys, **dict(self.named))

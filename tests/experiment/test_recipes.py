@@ -1,0 +1,418 @@
+"""Recipes: every one reads, runs at the smallest scale, and is refused with the line if something is wrong in it."""
+
+import csv
+import io
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from fedloom.errors import ConfigError
+from fedloom.experiment import reproduce as reproducing
+from fedloom.experiment.config import RunConfig
+from fedloom.experiment.cost import duration, measure, seconds_for, speed_of
+from fedloom.experiment.recipe import Printed, Recipe, find_recipe, read_recipe, recipe_names
+from fedloom.experiment.reproduce import Reproduction, reproduce, scaled
+from fedloom.experiment.run import prepare_run, start_runs
+from fedloom.experiment.score import Score
+from fedloom.report import reproduction
+from fedloom.report.recipe_page import listed, recipe_page
+
+QUIET = Console(quiet=True)
+# Scores that two rounds can't have: of a later round, of an accuracy that is not reached, of two points.
+LONGER = {"drop", "to_30", "to_70", "correlation", "switched"}
+DATA = Path(os.environ.get("FEDLOOM_DATA") or "nowhere")
+SMALL = """\
+title: A small table
+paper: nobody
+about: Digits in a few rounds.
+seeds: 2
+scores:
+  accuracy: mean(test_accuracy, last=3)
+  norm: last(theta_norm)
+settings: {data: digits, clients: 10, per_round: 4, model: logistic, rounds: 6}
+methods:
+  FedAvg: fedavg
+  RADFed: radfed(redistributions=3)
+rows:
+  skewed/2:
+    settings: {partition: classes(per_client=2)}
+    printed: {FedAvg: 50.0 ± 2.0, RADFed: [60, 62]}
+  even:
+    settings: {partition: iid}
+    methods:
+      RADFed: null
+      FedAdam: {method: fedadam(lr=0.02), settings: {lr: 0.05}}
+    printed:
+      norm: {FedAdam: 3}
+"""
+
+
+def written(text: str, folder: Path) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path, Reproduction]:
+    folder = tmp_path_factory.mktemp("recipe")
+    recipe = read_recipe(written(SMALL, folder))
+    return recipe, folder, reproduce(recipe, folder / "out", console=QUIET)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recipes of the papers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recipes that need the same run share it."""
+    return tmp_path_factory.mktemp("smoke")
+
+
+@pytest.mark.skipif(not (DATA / "mnist.npz").is_file(), reason="needs real data in FEDLOOM_DATA (see docs/data.md)")
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_runs(name: str, shared_runs: Path) -> None:
+    recipe = find_recipe(name)
+    found = reproduce(recipe, shared_runs, console=QUIET, scale="smoke")
+    whys = {why for why in reproduction.reasons(found) if not why.startswith("smoke runs one row")}
+    absent = ("is not on this machine", "are not on this machine", "is no folder with", "not to be had", "credentialed")
+    assert all(any(words in why for words in absent) for why in whys), whys
+    for cell in found.cells:
+        assert cell.runs or cell.why_not
+    findings = found.findings()
+    assert {f.row for f in findings} == set(recipe.rows)  # none is hidden
+    for finding in findings:
+        if not finding.why_not and finding.score not in LONGER:
+            assert finding.runs == 1
+    if not any(cell.runs for cell in found.cells):
+        pytest.skip(f"no row can be run here: {'; '.join(sorted(whys))[:300]}")
+
+
+def test_every_table_and_figure_is_there() -> None:
+    wanted = {f"fedglad-table{n}" for n in (1, 2, 3, 4, *range(6, 15))} | {f"fedglad-fig{n}" for n in range(3, 12)}
+    wanted |= {"adabest-table2", *(f"adabest-fig{n}" for n in (1, 3, 4, 5, 6, 7))}
+    wanted |= {"dgt-curves", "dgt-similarity", "dgt-conflicts"}
+    wanted |= {"radfed-table3", *(f"radfed-fig{n}" for n in range(2, 8))}
+    wanted |= {"2dlrd-table3", *(f"2dlrd-fig{n}" for n in (1, 2, 4, 5))}
+    assert wanted <= set(recipe_names())
+    assert recipe_names().index("fedglad-table2") < recipe_names().index("fedglad-table10")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row", "label", "mean", "sd"),
+    [  # some of what the papers print, typed in again from them
+        ("fedglad-table1", "mnist", "FedAvg+FedGLAD", 79.71, 0.49),
+        ("fedglad-table7", "cifar10", "FedAdam", 79.97, 1.30),
+        ("adabest-table2", "cifar10/10%/alpha=0.3", "AdaBest", 84.15, 0.36),
+        ("adabest-table2", "emnist-l/1%/alpha=0.03", "SCAFFOLD", 93.99, 0.16),
+        ("radfed-table3", "covfeat-l", "RADFedm", 5.29, None),
+        ("2dlrd-table3", "agnews", "2D-LRD", 87.9, None),
+        ("fedglad-table13", "mnist", "FedAvg", np.mean([78.29, 77.77, 78.44]), np.std([78.29, 77.77, 78.44], ddof=1)),
+    ],
+)
+def test_printed_numbers(recipe: str, row: str, label: str, mean: float, sd: float | None) -> None:
+    (case,) = (c for c in find_recipe(recipe).cases if c.row == row and c.label == label)
+    (printed,) = case.printed.values()
+    assert printed.mean == pytest.approx(mean)
+    assert printed.sd == (None if sd is None else pytest.approx(sd))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A recipe of one's own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_measured_beside_printed(done: tuple[Recipe, Path, Reproduction]) -> None:
+    recipe, _, found = done
+    by_name = {(f.row, f.label, f.score): f for f in found.findings()}
+    assert set(by_name) == {
+        *(
+            (row, label, score)
+            for row, label in [("skewed/2", "FedAvg"), ("skewed/2", "RADFed")]
+            for score in recipe.scores
+        ),
+        *(("even", label, score) for label in ("FedAvg", "FedAdam") for score in recipe.scores),
+    }
+    first = by_name["skewed/2", "FedAvg", "accuracy"]
+    cell = next(c for c in found.cells if c.case.row == "skewed/2" and c.case.label == "FedAvg")
+    assert [run.config.seed for run in cell.runs] == [0, 1]
+    tails = [100 * np.mean([line["test_accuracy"] for line in run.history[-3:]]) for run in cell.runs]
+    assert first.mean == pytest.approx(np.mean(tails))
+    assert first.sd == pytest.approx(np.std(tails, ddof=1))
+    assert first.difference == pytest.approx(np.mean(tails) - 50)
+    assert first.deviations == pytest.approx((np.mean(tails) - 50) / 2)
+    assert by_name["skewed/2", "RADFed", "accuracy"].printed == Printed(61, 2**0.5)
+    travelled = next(c for c in found.cells if c.case.label == "RADFed")
+    assert [len(run.history) for run in travelled.runs] == [2, 2]  # as many Works as six rounds
+    assert by_name["even", "FedAdam", "norm"].printed == Printed(3)
+    adam = next(c for c in found.cells if c.case.label == "FedAdam")
+    assert adam.runs[0].config.lr == 0.05
+
+
+def test_results_read_back(done: tuple[Recipe, Path, Reproduction], tmp_path: Path) -> None:
+    _, _, found = done
+    lines = list(csv.DictReader(io.StringIO(reproduction.csv_text(found))))
+    for line, finding in zip(lines, found.findings(), strict=True):
+        assert float(line["measured"]) == finding.mean
+        assert (line["row"], line["label"]) == (finding.row, finding.label)
+    text = reproduction.markdown(found, "fedloom reproduce small.yaml")
+    assert text.count("\n| skewed/2 | FedAvg |") == 2
+    assert "fedloom reproduce small.yaml" in text
+
+
+def test_what_was_done_is_not_done_again(done: tuple[Recipe, Path, Reproduction]) -> None:
+    recipe, folder, found = done
+    runs = [run.folder for cell in found.cells for run in cell.runs]
+    before = {path: (path / "metrics.jsonl").stat().st_mtime_ns for path in runs}
+    shutil.rmtree(runs[0])
+    again = reproduce(recipe, folder / "out", console=QUIET)
+    assert [f.mean for f in again.findings()] == [f.mean for f in found.findings()]
+    after = {path: (path / "metrics.jsonl").stat().st_mtime_ns for path in runs}
+    assert {path for path in runs if before[path] != after[path]} == {runs[0]}
+
+
+def test_a_row_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = read_recipe(written(SMALL, tmp_path))
+    started = start_runs
+
+    def stop_soon(jobs: Any, **settings: Any) -> Any:
+        def interrupt(event: Any) -> None:
+            if event.round == 4:
+                raise KeyboardInterrupt
+
+        return started([job._replace(callbacks=[*job.callbacks, interrupt]) for job in jobs], **settings)
+
+    monkeypatch.setattr(reproducing, "start_runs", stop_soon)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(recipe, tmp_path / "out", console=QUIET, rows=["even"])
+    monkeypatch.setattr(reproducing, "start_runs", started)
+    whole = reproduce(recipe, tmp_path / "whole", console=QUIET, rows=["even"])
+    resumed = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["even"])
+    assert [f.mean for f in resumed.findings() if f.runs] == [f.mean for f in whole.findings() if f.runs]
+
+
+def test_relative_differences(tmp_path: Path) -> None:
+    recipe = read_recipe(written(SMALL.replace("seeds: 2", "seeds: 2\nrelative_to: FedAvg"), tmp_path))
+    found = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["skewed"])
+    by_label = {c.case.label: np.mean(c.values(recipe, "accuracy")) for c in found.cells if c.runs}
+    told = {f.label: f for f in found.findings() if f.score == "accuracy" and f.runs}
+    assert told["FedAvg"].mean == pytest.approx(by_label["FedAvg"])
+    assert told["RADFed"].mean == pytest.approx(100 * (by_label["RADFed"] / by_label["FedAvg"] - 1))
+    left_out = {f.why_not for f in found.findings() if f.row == "even"}
+    assert left_out == {"not chosen by --rows"}
+
+
+def test_one_methods_problem_is_not_the_others(tmp_path: Path) -> None:
+    text = SMALL.replace("  FedAvg: fedavg\n", "  FedAvg: fedavg\n  Forced: fixed(cohorts=[[99]])\n")
+    recipe = read_recipe(written(text, tmp_path))
+    found = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, rows=["even"])
+    told = reproduction.reasons(found)
+    (why,) = (why for why in told if "99" in why)
+    assert told[why] == ["even (Forced)"]
+    assert all(cell.runs for cell in found.cells if cell.case.row == "even" and cell.case.label != "Forced")
+    shown = {tuple(reproduction.cells(f)[:4]) for f in found.findings()}
+    assert ("even", "Forced", "accuracy", "not run") in shown
+
+
+def test_missing_data_are_said(tmp_path: Path) -> None:
+    text = SMALL.replace("partition: iid}", f"partition: iid, data: cifar100, data_dir: {tmp_path}}}")
+    found = reproduce(read_recipe(written(text, tmp_path)), tmp_path / "out", console=QUIET, seeds=1)
+    (why,) = reproduction.reasons(found)
+    assert "cifar100" in why
+    assert reproduction.reasons(found)[why] == ["even"]
+
+
+def test_folds(tmp_path: Path) -> None:
+    text = SMALL.replace("seeds: 2", "seeds: 1\nfolds: 2").replace("test_accuracy, last=3", "test_accuracy")
+    found = reproduce(read_recipe(written(text, tmp_path)), tmp_path / "out", console=QUIET, rows=["skewed"])
+    runs = [run for cell in found.cells for run in cell.runs]
+    assert [(run.config.seed, run.config.fold) for run in runs] == [(0, 0), (0, 1)] * 2
+    assert len({run.folder for run in runs}) == 4
+
+
+def test_a_forced_round(tmp_path: Path) -> None:
+    text = SMALL.replace("seeds: 2", "seeds: 1\nforce: {round: 5, cohort: one-class}")
+    text = text.replace("rounds: 6", "rounds: 6, diagnose: labels")
+    text = text.replace("norm: last(theta_norm)", "norm: argmin(labels.similarity)")
+    found = reproduce(read_recipe(written(text, tmp_path)), tmp_path / "out", console=QUIET, rows=["skewed"])
+    told = {f.label: f.mean for f in found.findings() if f.score == "norm" and f.runs}
+    assert told["FedAvg"] == 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scales and costs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_scales() -> None:
+    recipe = find_recipe("adabest-table2")
+    case = next(c for c in recipe.cases if c.row == "cifar10/10%/alpha=0.3" and c.label == "AdaBest")
+    paper, quick, smoke = (scaled(recipe, case, scale) for scale in ("paper", "quick", "smoke"))
+    assert (paper.rounds, quick.rounds, smoke.rounds) == (1200, 120, 2)
+    assert quick.samples is None
+    assert smoke.samples == 60
+    assert scaled(recipe, case, "paper", rounds=7).rounds == 7
+    with pytest.raises(ConfigError, match="unknown scale 'tiny'"):
+        scaled(recipe, case, "tiny")
+
+
+def test_a_row_that_takes_days_wants_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproducing, "LONGEST_WITHOUT_GPU", 0.0)
+    monkeypatch.setattr(reproducing, "find_device", lambda device: torch.device("cpu"))
+    recipe = read_recipe(written(SMALL, tmp_path))
+    found = reproduce(recipe, tmp_path / "out", console=QUIET)
+    assert all("it needs a GPU: about" in cell.why_not for cell in found.cells)
+    asked = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, settings={"device": "cpu"})
+    assert all(cell.runs for cell in asked.cells)
+
+
+def test_costs_come_true(tmp_path: Path) -> None:
+    """Within a factor: machines are noisy."""
+    config = RunConfig(clients=10, per_round=4, model="mlp", rounds=30, epochs=4, partition="iid", engine="loop")
+    said = seconds_for(config)
+    ready = prepare_run(config, tmp_path, resume=False)
+    assert not hasattr(ready, "history")
+    taken = ready[0].run().history[-1]["seconds"]
+    assert taken / 5 < said < 5 * taken
+    assert measure(config).clients == 10
+    longer = RunConfig(**{**config.__dict__, "rounds": 300})
+    assert seconds_for(longer) == pytest.approx(10 * said)
+    assert speed_of(config) == speed_of(longer)
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 89, 100, 3600, 36000, 9e5)] == [
+        "0 s",
+        "89 s",
+        "2 min",
+        "60 min",
+        "10 h",
+        "10 days",
+    ]
+
+
+def test_the_list(done: tuple[Recipe, Path, Reproduction], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, _, _ = done
+    Console(width=200).print(listed([recipe], True, None, QUIET))
+    shown = capsys.readouterr().out
+    assert "A small table (nobody)" in shown
+    assert " 8 " in shown  # runs
+    assert "RADFed: radfed(redistributions=3)  (printed: accuracy 61 ± 1.41421)" in recipe_page(recipe)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong is told with its line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("title: A small", "tittle: A small", 1, "unknown key 'tittle': did you mean title?"),
+        ("seeds: 2", "seeds: 0", 4, "seeds must be a whole number"),
+        ("seeds: 2", "seeds: two", 4, "seeds must be a whole number"),
+        ("mean(test", "meen(test", 6, "unknown score 'meen': did you mean mean"),
+        ("last=3", "lst=3", 6, "mean has no 'lst': did you mean last?"),
+        ("per_round: 4", "per_rounds: 4", 8, "unknown setting 'per_rounds': did you mean per_round"),
+        ("per_round: 4", "per_round: many", 8, "per_round must be"),
+        ("rounds: 6", "rounds: 6, seed: 3", 8, "a recipe does not set seed"),
+        ("  FedAvg: fedavg", "  FedAvg: fedavgg", 10, "fedavgg"),
+        ("  RADFed: radfed(redistributions=3)", "  RADFed: radfed(redistribution=3)", 11, "redistribution"),
+        ("    settings: {partition: classes(per_client=2)}", "    setings: {}", 14, "did you mean settings?"),
+        ("FedAvg: 50.0 ± 2.0", "FedAvgg: 50.0 ± 2.0", 15, "unknown key 'FedAvgg': did you mean FedAvg?"),
+        ("FedAvg: 50.0 ± 2.0", "FedAvg: about 50", 15, "'about 50' is no printed result"),
+        ("      norm: {FedAdam: 3}", "      normm: {FedAdam: 3}", 22, "did you mean norm?"),
+        ("      norm: {FedAdam: 3}", "      norm: {RADFed: 3}", 22, "unknown key 'RADFed'"),
+        ("      RADFed: null", "      RADFed: null\n      RADFed: dgt", 20, "'RADFed' is set twice"),
+        ("settings: {lr: 0.05}", "settings: {lr: fast}", 20, "lr must be a number"),
+        ("settings: {lr: 0.05}", "setings: {lr: 0.05}", 20, "did you mean settings?"),
+        ("seeds: 2", "relative_to: FedProx", 4, "row skewed/2 has no method 'FedProx'"),
+        ("seeds: 2", "force: {round: 0, cohort: one-class}", 4, "expected {round: 40"),
+        ("seeds: 2", "scales: {small: {}}", 4, "unknown key 'small'"),
+        ("seeds: 2", "scales: {smoke: {lrr: 1}}", 4, "unknown setting 'lrr'"),
+        ("seeds: 2", "seeds: [", 6, "expected"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(old: str, new: str, line: int, message: str, tmp_path: Path) -> None:
+    assert old in SMALL
+    path = written(SMALL.replace(old, new, 1), tmp_path)
+    with pytest.raises(ConfigError) as told:
+        read_recipe(path)
+    assert f"{path}, line {line}: " in str(told.value)
+    assert message in str(told.value)
+
+
+def test_what_is_missing(tmp_path: Path) -> None:
+    for text in (
+        "",
+        "title: x",
+        SMALL.replace("scores:", "plots:").replace("  accuracy: mean(test_accuracy, last=3)\n", ""),
+    ):
+        with pytest.raises(ConfigError):
+            read_recipe(written(text, tmp_path))
+    with pytest.raises(ConfigError, match="did you mean adabest-table2"):
+        find_recipe("adabest-tabel2")
+    with pytest.raises(ConfigError, match="can't be read"):
+        find_recipe(str(tmp_path / "none.yaml"))
+    recipe = read_recipe(written(SMALL, tmp_path))
+    with pytest.raises(ConfigError, match="has no row 'odd': the rows are skewed/2, even"):
+        reproduce(recipe, tmp_path / "out", console=QUIET, rows=["odd"])
+    with pytest.raises(ConfigError, match="does not hold clients out"):
+        reproduce(recipe, tmp_path / "out", console=QUIET, folds=2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scores
+# ---------------------------------------------------------------------------------------------------------------------
+
+HISTORY = json.loads(
+    """[
+    {"round": 1, "works": 3, "test_accuracy": 0.2, "validation_accuracy": 0.5, "g": [1, 2], "a": 1, "b": 2},
+    {"round": 2, "works": 6, "g": [3, null], "a": 2, "b": 1},
+    {"round": 3, "works": 9, "test_accuracy": 0.6, "validation_accuracy": 0.9, "g": null, "a": 4, "b": 0},
+    {"round": 4, "works": 12, "test_accuracy": 0.5, "validation_accuracy": 0.8, "a": 3, "b": null}
+]"""
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("last(test_accuracy)", 50),
+        ("mean(test_accuracy)", 130 / 3),
+        ("mean(test_accuracy, last=2)", 55),
+        ("max(test_accuracy)", 60),
+        ("min(test_accuracy)", 20),
+        ("argmax(test_accuracy)", 3),
+        ("argmin(a)", 1),
+        ("first(test_accuracy, above=0.5)", 9),
+        ("first(test_accuracy, above=0.7)", math.nan),
+        ("drop(test_accuracy, round=4)", 10),
+        ("drop(test_accuracy, round=2)", math.nan),
+        ("best(test_accuracy, by=validation_accuracy)", 60),
+        ("pearson(a, b)", np.corrcoef([1, 2, 4], [2, 1, 0])[0, 1]),
+        ("max(g)", 3),
+        ("last(nothing)", math.nan),
+        ("max(nothing)", math.nan),
+    ],
+)
+def test_scores(text: str, value: float) -> None:
+    assert Score.read(text).of(HISTORY) == pytest.approx(value, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "last", "last()", "last(a, b)", "first(a)", "drop(a)", "mean(a, last=x)", "pearson(a)", 3]
+)
+def test_scores_that_are_none(text: Any) -> None:
+    with pytest.raises(ConfigError):
+        Score.read(text)
