@@ -10,6 +10,7 @@ from fedloom.data.load import load
 from fedloom.data.split import split_clients
 from fedloom.data.standardise import standardise
 from fedloom.errors import ConfigError, DataError, FedloomError, MethodError, ModelError, RunError
+from fedloom.experiment import track
 from fedloom.experiment.folder import Run, load_run
 from fedloom.federation import Federation, Holdout
 from fedloom.fit import fit
@@ -45,4 +46,5 @@ __all__ = [
     "register",
     "split_clients",
     "standardise",
+    "track",
 ]

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from fedloom.errors import ConfigError, DataError, FedloomError, RunError
 from fedloom.experiment.config import RunConfig, read_comparison, read_config
-from fedloom.experiment.folder import COMPARISON, CONFIG, is_finished, load_run, write_model, write_text
+from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, is_finished, load_run, write_model, write_text
 
 app = typer.Typer(
     help="Federated learning on client data that differ.",
@@ -32,6 +32,10 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of data files and weights, in place of FEDLOOM_DATA.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds.")]
+
+Track = Annotated[
+    str | None, typer.Option("--track", help="Also log every round to tensorboard, mlflow or wandb, or several: 'a,b'.")
+]
 
 
 def with_settings(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -78,6 +82,7 @@ def _read(value: Any) -> Any:
 def run(
     written: dict[str, Any],
     config: ConfigFile = None,
+    track: Track = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the run.")] = Path("runs/run"),
     overwrite: Overwrite = False,
     resume: Resume = False,
@@ -85,7 +90,9 @@ def run(
     """Train one model with one method."""
     from fedloom.experiment.progress import Watch
     from fedloom.experiment.run import start_run
+    from fedloom.experiment.track import read_trackers, tracked
 
+    trackers = read_trackers(track)
     begun = read_config(folder / CONFIG) if resume and (folder / CONFIG).is_file() else {}
     settings = _settings(begun, written, config, overwrite, resume)
     if resume and is_finished(folder):
@@ -94,9 +101,11 @@ def run(
         if not (folder / "report.html").exists():
             _write_page(folder, "run_page", done)
         return
-    with Watch(settings.rounds, err) as watch:
-        callback = watch.callback(settings.method, settings.metric)
-        done = start_run(settings, folder, overwrite=overwrite, resume=resume, callbacks=[callback])
+    known = dataclasses.asdict(settings.settled())
+    telling = tracked(trackers, folder, known, title=settings.method, resume=resume)
+    with Watch(settings.rounds, err) as watch, telling as tell:
+        show = watch.callback(settings.method, settings.metric)
+        done = start_run(settings, folder, overwrite=overwrite, resume=resume, callbacks=[show, *tell])
     last = done.history[-1]
     names = [name for name in (f"test_{settings.metric}", "test_loss") if last.get(name) is not None]
     if "test_loss" not in last:  # there is no test set
@@ -119,14 +128,17 @@ def compare(
     lockstep: Annotated[
         bool, typer.Option("--lockstep/--one-by-one", help="Train runs of the same model as one cohort.")
     ] = True,
+    track: Track = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the comparison.")] = Path("runs/compare"),
     overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
     """Compare methods on equal terms: same data, same starting models, same number of Works."""
     from fedloom.experiment.compare import compare as run_all
+    from fedloom.experiment.track import read_trackers
     from fedloom.report.table import table, write_tables
 
+    trackers = read_trackers(track)
     begun = read_comparison(folder / COMPARISON) if resume and (folder / COMPARISON).is_file() else {}
     before = {name: begun.pop(name, None) for name in ("methods", "seeds", "target")}
     settings = _settings(begun, written, config, overwrite, resume)
@@ -143,6 +155,7 @@ def compare(
         overwrite=overwrite,
         resume=resume,
         lockstep=lockstep,
+        track=trackers,
     )
     out.print(table(done))
     write_tables(done, folder)
@@ -207,6 +220,59 @@ def reproduce(
         out.print(f"not run: {', '.join(whom)}: {why}", soft_wrap=True, highlight=False, markup=False)
     reproduction.write(found, " ".join(["fedloom", *sys.argv[1:]]))
     out.print(f"results: {found.folder / 'result.csv'}, result.md", soft_wrap=True, highlight=False)
+
+
+@app.command()
+@with_settings("method")
+def tune(
+    written: dict[str, Any],
+    methods: Annotated[
+        list[str] | None, typer.Argument(help="The methods, with searches for values: 'fedadam(lr=log(1e-4, 0.1))'.")
+    ] = None,
+    config: ConfigFile = None,
+    search: Annotated[
+        list[str] | None, typer.Option(help="A local setting: 'lr=log(0.001, 1)', 'epochs=choice(1, 5)'. Repeatable.")
+    ] = None,
+    grid: Annotated[str | None, typer.Option(help="A paper's own grid: fedglad, radfed or adabest.")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="train-loss, validation or folds.", show_default="by what is held out")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="For each method.", show_default="20, or all points of --grid")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of a trial, averaged.", show_default="1")] = None,
+    sampler: Annotated[str | None, typer.Option(help="tpe or random.", show_default="tpe")] = None,
+    prune: Annotated[
+        bool | None, typer.Option("--prune/--no-prune", help="Stop trials that are behind.", show_default="prune")
+    ] = None,
+    together: Annotated[
+        int | None, typer.Option(help="Trials drawn and trained at once.", show_default="8, or 1 with engine loop")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the study.")] = Path("runs/tune"),
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+) -> None:
+    """Search for good values of methods' parameters and local settings, without a look at the test set."""
+    from fedloom.experiment.tune import tune as search_for
+    from fedloom.experiment.tune.outcome import table
+    from fedloom.experiment.tune.plan import OWN, read_plan
+
+    begun = read_plan(folder) if resume and (folder / STUDY).is_file() else {}
+    own = {name: begun.pop(name) for name in OWN if name in begun}
+    settings = _settings(begun, written, config, overwrite, resume)
+    asked = {"objective": objective, "trials": trials, "seeds": seeds, "sampler": sampler, "prune": prune}
+    own |= {name: value for name, value in {**asked, "together": together}.items() if value is not None}
+    own |= {"methods": methods} if methods else {}
+    own |= {"search": search} if search else {}
+    if not own.get("methods"):
+        raise ConfigError("name at least one method, such as: fedloom tune 'fedadam(lr=log(1e-4, 0.1))'")
+    done = search_for(
+        settings, own.pop("methods"), folder, grid=grid, overwrite=overwrite, resume=resume, console=err, **own
+    )
+    out.print(table(done))
+    out.print(f"trials: {folder / 'trials.csv'}", soft_wrap=True, highlight=False)
+    for command in done.next_commands:
+        out.print(f"next: {command}", soft_wrap=True, highlight=False, markup=False)
 
 
 @app.command()

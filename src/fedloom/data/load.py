@@ -34,6 +34,7 @@ def load(
     validation: int = 0,
     samples: int | None = None,
     fold: int | None = None,
+    inner: int = 0,
     augment: str | None = None,
     standardise: Standardisation | None = None,
     data_dir: str | Path | None = None,
@@ -45,9 +46,10 @@ def load(
     number; None is 100, or all natural ones. `pooled` deals out training and test samples together.
     `samples` keeps so many training samples, and at most so many for the test, by chance but always the same ones.
     `validation` holds that many further clients out; `fold` (0 to 4) splits the clients into those that train, 20% for
-    validation and 20% for the test (see `split_clients`). `augment` is a text such as "crop + flip + cutout".
-    `standardise` is "global" or "local", for tables. Files are looked for in `data_dir`, or the folder that the
-    environment variable FEDLOOM_DATA names, then in the cache, then at their publisher.
+    validation and 20% for the test, `inner` says which block is for validation (see `split_clients`). `augment` is a
+    text such as "crop + flip + cutout". `standardise` is "global" or "local", for tables. Files are looked for in
+    `data_dir`, or the folder that the environment variable FEDLOOM_DATA names, then in the cache, then at their
+    publisher.
 
     >>> federation = load("digits", partition="classes(per_client=2)", clients=20, seed=0)
     >>> len(federation), federation.classes
@@ -71,7 +73,7 @@ def load(
         corpus = corpus.fewer(samples)
     report = _dealt(corpus, str(call), partition, asked, validation, seed)
     federation = _assembled(corpus, call.name, report, dropped_test=fold is not None)
-    federation = split_clients(federation, validation=validation, fold=fold, seed=seed)
+    federation = split_clients(federation, validation=validation, fold=fold, inner=inner, seed=seed)
     if corpus.words is not None:
         federation = fit_vocabulary(
             federation,

@@ -4,6 +4,7 @@ import hashlib
 import re
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from rich.console import Console
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, RunError
 from fedloom.experiment.config import RunConfig
-from fedloom.experiment.folder import COMPARISON, CONFIG, Run, claim, is_finished, write_text
+from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, Run, claim, is_finished, write_text
 from fedloom.experiment.progress import Watch
 from fedloom.experiment.run import Job, load_data, prepare_run, start_runs
 from fedloom.experiment.statistics import Paired, compare_all
+from fedloom.experiment.track import tracked
 from fedloom.method import Method
 from fedloom.simulation import cohort_size
 
@@ -108,10 +110,11 @@ def compare(
     overwrite: bool = False,
     resume: bool = False,
     lockstep: bool = True,
+    track: Sequence[str] = (),
 ) -> Comparison:
     """Run every method with every seed; finished runs are read back under `resume`. Seed s also deals out the data
     and draws the starting model, the same for all methods. In `lockstep`, runs that the vector engine trains share
-    their cohorts.
+    their cohorts. `track` names the trackers that hear of every round.
     """
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1, not {seeds}")
@@ -127,6 +130,8 @@ def compare(
     plans = [replace(config, method=text, rounds=rounds_for(Method(text), config, clients)) for text in texts]
     if (folder / CONFIG).is_file():
         raise RunError(f"{folder} holds a run; choose another --out")
+    if (folder / STUDY).is_file():
+        raise RunError(f"{folder} holds a study; choose another --out")
     every = range(config.seed, config.seed + seeds)
     runs_of = {
         plan: [(replace(plan, seed=seed), folder / slug(plan.method) / f"seed-{seed}") for seed in every]
@@ -139,15 +144,16 @@ def compare(
                 ready = prepare_run(seeded, where, resume)
                 vector &= isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
     total = sum(plan.rounds for plan in plans) * seeds
-    with claim(folder, overwrite, resume), Watch(total, console) as progress:
+    with claim(folder, overwrite, resume), Watch(total, console) as progress, ExitStack() as trackers:
         write_text(folder / COMPARISON, _described(config, texts, seeds, target))
         jobs = []
         for plan, planned in runs_of.items():
             for seeded, where in planned:
                 if resume and is_finished(where):
                     progress.skip(plan.rounds)
-                callback = progress.callback(f"{plan.method} seed {seeded.seed}", config.metric)
-                jobs.append(Job(seeded, where, [callback]))
+                label = f"{plan.method} seed {seeded.seed}"
+                tell = trackers.enter_context(tracked(track, where, asdict(seeded), title=label, resume=resume))
+                jobs.append(Job(seeded, where, [progress.callback(label, config.metric), *tell]))
         at_once = TOGETHER if lockstep and vector else 1
         runs = [run for i in range(0, len(jobs), at_once) for run in start_runs(jobs[i : i + at_once], resume=resume)]
         rows = [Row(plan.method, runs[i * seeds : (i + 1) * seeds], config.metric) for i, plan in enumerate(plans)]

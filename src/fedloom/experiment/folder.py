@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MARK = ".fedloom"
 COMPARISON = "comparison.yaml"
+STUDY = "tune.yaml"
 CONFIG, METRICS, MODEL, PARTITION, CHECKPOINT, TENSORS = (
     "config.yaml",
     "metrics.jsonl",
@@ -82,6 +83,7 @@ def load_run(folder: str | Path) -> Run:
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         kind = "holds a comparison; its runs are in the folders below" if (folder / COMPARISON).is_file() else ""
+        kind = "holds a study; train its best.yaml with fedloom run" if (folder / STUDY).is_file() else kind
         raise RunError(f"{folder} {kind or f'is no run folder: it has no {CONFIG}'}")
     config = RunConfig().change(read_config(folder / CONFIG))
     return Run(folder, config, _read_lines(folder / METRICS))

@@ -21,6 +21,7 @@ from fedloom.experiment.folder import (
     METRICS,
     MODEL,
     PARTITION,
+    STUDY,
     TENSORS,
     Run,
     claim,
@@ -36,6 +37,7 @@ from fedloom.memory import Room
 from fedloom.models import model as make_model
 from fedloom.training import Callback, Event, Result, Training
 
+FREE = frozenset({"engine", "compile", "max_memory", "device", "precision", "checkpoint_every", "data_dir"})
 _LAST: list[Federation] = []
 
 
@@ -146,8 +148,16 @@ def prepare_run(
         return _same_settings(load_run(folder), config)
     if (folder / COMPARISON).is_file():
         raise RunError(f"{folder} holds a comparison; choose another --out")
+    if (folder / STUDY).is_file():
+        raise RunError(f"{folder} holds a study; choose another --out")
     federation = load_data(**config.dealing)
-    training = Training(
+    saving = {"checkpoint": folder / CHECKPOINT, "checkpoint_every": config.checkpoint_every, "resume": resume}
+    return make_training(config, federation, room=room, **saving), federation
+
+
+def make_training(config: RunConfig, federation: Federation, **more: Any) -> Training:
+    """Training as `config` says; `more` is for what belongs to a folder or a device rather than to the settings."""
+    return Training(
         make_model(config.model, federation, config.seed, config.data_dir),
         federation,
         config.method,
@@ -167,12 +177,8 @@ def prepare_run(
         seed=config.seed,
         availability=config.availability,
         dropout_rate=config.dropout_rate,
-        checkpoint=folder / CHECKPOINT,
-        checkpoint_every=config.checkpoint_every,
-        resume=resume,
-        room=room,
+        **more,
     )
-    return training, federation
 
 
 def _same_settings(run: Run, config: RunConfig) -> Run:
@@ -180,9 +186,8 @@ def _same_settings(run: Run, config: RunConfig) -> Run:
     if not run.history:
         raise RunError(f"{run.folder / METRICS} is empty although the run has finished; remove the folder to repeat it")
     then, now = asdict(run.config), asdict(config)
-    free = {"engine", "compile", "max_memory", "device", "precision", "checkpoint_every", "data_dir"}
     changed = [
-        f"{name} was {then[name]}, now {now[name]}" for name in now if name not in free and then[name] != now[name]
+        f"{name} was {then[name]}, now {now[name]}" for name in now if name not in FREE and then[name] != now[name]
     ]
     if changed:
         raise RunError(f"{run.folder} holds a finished run with other settings: {'; '.join(changed)}")
