@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import torch
 
 from fedloom.data.files import Files
+from fedloom.data.split import FOLDS
+from fedloom.diagnosis import named
 from fedloom.engines.loop import Loop
-from fedloom.evaluate import BATCH
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import write_text
 from fedloom.experiment.run import load_data
@@ -23,33 +25,47 @@ from fedloom.round import probe
 from fedloom.simulation import cohort_size, find_device
 from fedloom.training import Training
 
-STEPS = 2  # local steps that are timed
 ENOUGH = 0.3  # seconds
+TESTED = 256  # samples of the test
+MOST = 50  # clients of a cohort
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one kind of run costs on this machine."""
+    """What one kind of run costs on this machine, and how much data there are."""
 
     sample: float  # seconds of training per sample
-    tested: float  # seconds of evaluation
-    samples: float  # that a client has, on average
-    clients: int
+    tested: float  # seconds of evaluation per sample
+    train: int  # samples
+    test: int
+    clients: int  # of the data's own, or as many as were asked for
 
 
 def seconds_for(config: RunConfig) -> float:
     """Estimated seconds of a run, without loading its data and compiling; `config.rounds` counts its aggregations."""
-    speed = speed_of(config)
-    schedule = Method(config.method).pipeline().schedule.stage
-    per_round = cohort_size(config.per_round, speed.clients)
-    works = config.rounds * schedule.works(per_round)
-    local = config.local
-    if local.steps is not None:
-        samples = local.steps * (local.batch_size or speed.samples)
-    else:
-        samples = local.epochs * speed.samples
-    trained = works * per_round * samples * speed.sample
-    return trained + math.ceil(config.rounds / config.eval_every) * speed.tested
+    speed, local = speed_of(config), config.local
+    everybody = (config.clients or speed.clients) + config.validation
+    total = speed.train + (speed.test if config.pooled else 0)
+    training = everybody - config.validation if config.fold is None else everybody * (FOLDS - 2) // FOLDS
+    per_round = cohort_size(config.per_round, max(1, training))
+    mean = total / everybody
+    seen = local.epochs * mean if local.steps is None else local.steps * (local.batch_size or mean)
+    works = config.rounds * Method(config.method).pipeline().schedule.stage.works(per_round)
+    once = per_round + sum(_beside(name, per_round, training) for name in named(config.diagnose))
+    held_out = total * 2 / FOLDS if config.fold is not None else (not config.pooled) * speed.test
+    evaluations = math.ceil(config.rounds / config.eval_every)
+    return works * once * seen * speed.sample + evaluations * held_out * speed.tested
+
+
+def _beside(diagnostic: str, per_round: int, clients: int) -> int:
+    """Clients that train for a diagnostic in each Work."""
+    return {"probe": clients, "twin": per_round}.get(diagnostic, 0)
+
+
+def clients_of(config: RunConfig) -> int:
+    """How many clients train."""
+    everybody = (config.clients or speed_of(config).clients) + config.validation
+    return everybody - config.validation if config.fold is None else max(1, everybody * (FOLDS - 2) // FOLDS)
 
 
 @lru_cache(maxsize=1000)
@@ -82,34 +98,29 @@ def device_name(config: RunConfig) -> str:
 
 
 def _alike(config: RunConfig) -> RunConfig:
-    """The same for all runs that cost the same per sample: how samples are dealt out makes no difference."""
-    natural = (config.partition or "").startswith("natural")
-    return replace(
-        config.settled(),
-        partition=config.partition if natural else "iid",
-        method="fedavg",
-        rounds=1,
-        eval_every=1,
-        lr=0.0,
-        seed=0,
-        fold=None if config.fold is None else 0,
-        patience=None,
-        diagnose=None,
+    """The same for all runs that cost the same per sample, however their samples are dealt out."""
+    natural = (config.settled().partition or "").startswith("natural")
+    per_round = min(MOST, cohort_size(config.per_round, config.clients or 100))
+    kept = ("data", "data_dir", "model", "batch_size", "optimizer", "loss", "metric", "engine", "device", "precision")
+    return RunConfig(
+        **{name: getattr(config, name) for name in kept},
+        partition="natural" if natural else "iid",
+        clients=None if natural else max(20, per_round),
+        per_round=per_round,
+        standardise=config.standardise and "global",
         compile=False,
-        epochs=1,
-        steps=None,
     )
 
 
 def measure(config: RunConfig) -> Speed:
-    """Time a cohort's first steps, and a part of the test."""
+    """Time a cohort's first step, and a part of the test."""
     federation = load_data(**config.dealing)
     training = Training(
         make_model(config.model, federation, 0, config.data_dir),
         federation,
         "fedavg",
         rounds=1,
-        clients_per_round=config.per_round,
+        clients_per_round=min(len(federation), int(config.per_round)),
         local=config.local,
         loss=config.loss,
         metric=config.metric,
@@ -120,28 +131,23 @@ def measure(config: RunConfig) -> Speed:
     )
     simulation, state = training.simulation, training.state
     setup, device = simulation.setup, simulation.setup.device
-    few = 1 if isinstance(simulation.engine, Loop) else min(setup.per_round, 50)
-    asked = probe(simulation.pipeline, setup, state, torch.arange(setup.clients)[: max(few, 1)])
-    work = replace(asked, rates=asked.rates[..., :STEPS], max_steps=STEPS)
-    seen = sum(min(STEPS * (setup.local.batch_size or int(n)), int(n)) for n in setup.sizes[asked.clients])
-
-    def train() -> None:
-        simulation.train(simulation.population.prepare(work))
-
-    tested = 0.0
+    few = 1 if isinstance(simulation.engine, Loop) else setup.per_round
+    largest = setup.sizes.argsort(descending=True)[:few].sort().values
+    asked = probe(simulation.pipeline, setup, state, largest)
+    work = replace(asked, rates=asked.rates[..., :1], max_steps=1)
+    seen = sum(min(setup.local.batch_size or int(n), int(n)) for n in setup.sizes[asked.clients])
+    test, tested, count = simulation.federation.test, 0.0, 0
     with simulation.numerics():
-        sample = _timed(train, device) / seen
-        test = simulation.federation.test
+        sample = _timed(lambda: simulation.train(simulation.population.prepare(work)), device) / seen
         if test is not None:
-            part = Holdout(test.x[:BATCH], test.y[:BATCH])
+            part, count = Holdout(test.x[:TESTED], test.y[:TESTED]), len(test.x)
             once = _timed(lambda: simulation.evaluator.measure(state.theta, state.buffers, part, "test"), device)
-            tested = once * len(test.x) / len(part.x)
-    return Speed(sample, tested, float(setup.sizes.double().mean()), setup.clients)
+            tested = once / len(part.x)
+    return Speed(sample, tested, len(federation.index), count, setup.clients)
 
 
-def _timed(action: object, device: torch.device) -> float:
+def _timed(action: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, after a first one that warms up."""
-    assert callable(action)
     times: list[float] = []
     while len(times) < 2 or (sum(times[1:]) < ENOUGH and len(times) < 10):
         began = time.perf_counter()

@@ -9,7 +9,7 @@ from rich.table import Table
 from fedloom.errors import FedloomError
 from fedloom.experiment.compare import rounds_for
 from fedloom.experiment.config import RunConfig
-from fedloom.experiment.cost import duration, seconds_for, speed_of
+from fedloom.experiment.cost import clients_of, duration, seconds_for
 from fedloom.experiment.recipe import Recipe
 from fedloom.experiment.reproduce import scaled
 from fedloom.method import Method
@@ -58,7 +58,7 @@ def _cost(recipe: Recipe, data_dir: Path | None, console: Console) -> tuple[str,
         try:
             total += repeats * _seconds(config, console)
         except FedloomError as error:
-            missing[case.row] = " ".join(str(error).split()).partition(";")[0][:90]
+            missing[case.row] = " ".join(str(error).split()).partition(": ")[0]
     reasons = [
         f"{', '.join(r for r in missing if missing[r] == why)}: {why}" for why in dict.fromkeys(missing.values())
     ]
@@ -67,5 +67,5 @@ def _cost(recipe: Recipe, data_dir: Path | None, console: Console) -> tuple[str,
 
 def _seconds(config: RunConfig, console: Console) -> float:
     with console.status(f"measuring {config.data}, {config.model}"):
-        clients = speed_of(config).clients
+        clients = clients_of(config)
     return seconds_for(replace(config, rounds=rounds_for(Method(config.method), config, clients)))
