@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import shlex
 import sys
 import typing
 from collections.abc import Callable
@@ -32,6 +33,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of data files and weights, in place of FEDLOOM_DATA.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds.")]
+Figures = Annotated[bool, typer.Option("--figures", help="Write figures for a paper too: PNG and SVG.")]
 
 Track = Annotated[
     str | None, typer.Option("--track", help="Also log every round to tensorboard, mlflow or wandb, or several: 'a,b'.")
@@ -86,6 +88,7 @@ def run(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the run.")] = Path("runs/run"),
     overwrite: Overwrite = False,
     resume: Resume = False,
+    figures: Figures = False,
 ) -> None:
     """Train one model with one method."""
     from fedloom.experiment.progress import Watch
@@ -98,8 +101,8 @@ def run(
     if resume and is_finished(folder):
         done = start_run(settings, folder, resume=True)
         out.print(f"{folder} holds a finished run: nothing is left to do", soft_wrap=True)
-        if not (folder / "report.html").exists():
-            _write_page(folder, "run_page", done)
+        if figures or not (folder / "report.html").exists():
+            _write_page(folder, "run_page", done, figures)
         return
     known = dataclasses.asdict(settings.settled())
     telling = tracked(trackers, folder, known, title=settings.method, resume=resume)
@@ -112,7 +115,7 @@ def run(
         names = [name for name in ("validation_loss", "train_loss") if last.get(name) is not None]
     shown = ", ".join(f"{name} {last[name]:.4f}" for name in names) or "diverged"
     out.print(f"{settings.method}: round {last['round']}, {shown}", soft_wrap=True, highlight=False)
-    _write_page(folder, "run_page", done)
+    _write_page(folder, "run_page", done, figures)
 
 
 @app.command()
@@ -132,6 +135,7 @@ def compare(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the comparison.")] = Path("runs/compare"),
     overwrite: Overwrite = False,
     resume: Resume = False,
+    figures: Figures = False,
 ) -> None:
     """Compare methods on equal terms: same data, same starting models, same number of Works."""
     from fedloom.experiment.compare import compare as run_all
@@ -159,7 +163,7 @@ def compare(
     )
     out.print(table(done))
     write_tables(done, folder)
-    _write_page(folder, "comparison_page", done)
+    _write_page(folder, "comparison_page", done, figures)
 
 
 @app.command()
@@ -198,6 +202,7 @@ def reproduce(
     folder: Annotated[Path, typer.Option("--out", help="Folder for runs and results; what it holds is reused.")] = Path(
         "runs/reproduce"
     ),
+    figures: Figures = False,
 ) -> None:
     """Run a paper's table or figure, going on where it stopped, and show what was measured beside what was printed."""
     from fedloom.experiment.recipe import find_recipe
@@ -218,8 +223,9 @@ def reproduce(
     out.print(reproduction.table(found))
     for why, whom in reproduction.reasons(found).items():
         out.print(f"not run: {', '.join(whom)}: {why}", soft_wrap=True, highlight=False, markup=False)
-    reproduction.write(found, " ".join(["fedloom", *sys.argv[1:]]))
-    out.print(f"results: {found.folder / 'result.csv'}, result.md", soft_wrap=True, highlight=False)
+    written = reproduction.write(found, shlex.join(["fedloom", *sys.argv[1:]]), figures)
+    names = [path.name for path in written if path.parent == found.folder]
+    out.print(f"in {found.folder}: {', '.join(names)}{' and figures' * figures}", soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -396,6 +402,24 @@ def evaluate(
         out.print(f"wrote {export}", soft_wrap=True, highlight=False)
 
 
+@app.command()
+def ui(
+    folder: Annotated[Path, typer.Argument(help="Where the runs are, at any depth.")] = Path("runs"),
+    host: Annotated[str, typer.Option(help="Address to serve at; others than this machine's open it to all.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8765,
+    show: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
+) -> None:
+    """Look at runs while they train: the report's page, live."""
+    from fedloom.report.live import serve
+
+    def say(line: str) -> None:
+        out.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    serve(folder, host, port, say=say, show=show)
+
+
 def _export(model: Any, example: Any, path: Path) -> None:
     import torch
 
@@ -431,8 +455,8 @@ def _settings(
     return base.change(written)
 
 
-def _write_page(folder: Path, kind: str, content: Any) -> None:
-    from fedloom.report import page
+def _write_page(folder: Path, kind: str, content: Any, with_figures: bool = False) -> None:
+    from fedloom.report import figures, page
 
     try:
         text = getattr(page, kind)(content)
@@ -441,6 +465,9 @@ def _write_page(folder: Path, kind: str, content: Any) -> None:
         return
     write_text(folder / "report.html", text)
     out.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
+    if with_figures:
+        written = figures.write(content, folder / "figures")
+        out.print(f"figures: {len(written)} in {folder / 'figures'}", soft_wrap=True, highlight=False)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from scipy.stats import rankdata
 from torch import Tensor
 
 from fedloom.data.transforms import Preparation
@@ -59,6 +58,8 @@ def auc(outputs: Tensor, targets: Tensor) -> float:
 
 
 def _binary_auc(scores: np.ndarray, positive: np.ndarray) -> float:
+    from scipy.stats import rankdata  # slow to import, and seldom needed
+
     hits = int(positive.sum())
     misses = len(positive) - hits
     if not hits or not misses:

@@ -96,7 +96,7 @@ def test_compare(tmp_path: Path) -> None:
 
 
 def test_interrupted_run_is_resumable(tmp_path: Path) -> None:
-    arguments = ["--clients", "10", "--model", "mlp", "--method", "fedadam", "--rounds", "60"]
+    arguments = ["--clients", "10", "--model", "mlp", "--method", "fedadam", "--rounds", "200"]
     whole = fedloom("run", *arguments, "--out", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     command = [sys.executable, "-c", "from fedloom.cli import main; main()", "run", *arguments, "--out", "cut"]
@@ -109,7 +109,7 @@ def test_interrupted_run_is_resumable(tmp_path: Path) -> None:
     _, message = process.communicate(timeout=60)
     assert process.returncode == 130, message
     assert "resume" in message
-    assert 3 <= metrics.read_text().count("\n") < 60
+    assert 3 <= metrics.read_text().count("\n") < 200
     resumed = fedloom("run", "--out", "cut", "--resume", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert (tmp_path / "cut/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
@@ -225,7 +225,7 @@ def test_a_model_that_diverged_is_called_so(tmp_path: Path) -> None:
     assert "diverged" in done.stdout
     assert "no longer finite" in done.stderr
     page = (tmp_path / "c/report.html").read_text()
-    assert 'class="best"><td><i class="key" style="background:#efb118"' in page  # the second row, not the dead one
+    assert 'class="best"><td><i class="key" data-series="1">' in page  # the second row, not the dead one
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 LEVEL = 0.05
 TOO_FEW = "too few seeds to test"
@@ -59,12 +58,16 @@ def interval(gain: np.ndarray) -> tuple[float, float]:
     n = len(gain)
     if n < 2:
         return math.nan, math.nan
+    from scipy import stats  # slow to import
+
     half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * statistics.stdev(gain.tolist()) / math.sqrt(n)
     return float(gain.mean()) - half, float(gain.mean()) + half
 
 
 def wilcoxon(gain: np.ndarray) -> float:
     """The two-sided p-value of the signed-rank test; 1 where nothing differs."""
+    from scipy import stats
+
     return float(stats.wilcoxon(gain).pvalue) if gain.any() else 1.0
 
 

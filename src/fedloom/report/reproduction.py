@@ -1,16 +1,22 @@
 """Measured beside printed: for the terminal, as Markdown and as CSV."""
 
 import csv
+import html
 import io
 import math
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
 
-from fedloom.experiment.folder import write_text
+from fedloom.experiment.config import RunConfig
+from fedloom.experiment.folder import Run, write_text
 from fedloom.experiment.reproduce import Finding, Reproduction
+from fedloom.report.figures import write as draw
+from fedloom.report.page import runs_page
 
-HEADINGS = ["row", "method", "score", "measured", "printed", "difference", "in printed sd", "runs"]
+HEADINGS = ["row", "method", "score", "measured", "printed", "diff.", "in sd", "runs"]  # sd: as printed
 
 
 def number(value: float, sd: float | None = None) -> str:
@@ -55,9 +61,7 @@ def reasons(found: Reproduction) -> dict[str, list[str]]:
 
 
 def table(found: Reproduction) -> Table:
-    size = "" if found.scale == "paper" else f" (scale {found.scale}: figures mean nothing)"
-    size = " (a tenth of the rounds)" if found.scale == "quick" else size
-    shown = Table(title=f"{found.recipe.title}{size}")
+    shown = Table(title=f"{found.recipe.title}{_size(found)}")
     for i, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="left" if i < 3 else "right", overflow="fold")
     before = ""
@@ -66,6 +70,10 @@ def table(found: Reproduction) -> Table:
         shown.add_row("" if finding.row == before else told[0], *told[1:])
         before = finding.row
     return shown
+
+
+def _size(found: Reproduction) -> str:
+    return {"smoke": " (scale smoke: figures mean nothing)", "quick": " (a tenth of the rounds)"}.get(found.scale, "")
 
 
 def markdown(found: Reproduction, command: str) -> str:
@@ -92,9 +100,44 @@ def csv_text(found: Reproduction) -> str:
     return out.getvalue()
 
 
-def write(found: Reproduction, command: str) -> None:
-    """result.csv and result.md into the recipe's folder."""
+def write(found: Reproduction, command: str, figures: bool = False) -> list[Path]:
+    """result.csv, result.md and, where Plotly is installed, report.html into the recipe's folder. Returns the files."""
     folder: Path = found.folder
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "result.csv", csv_text(found))
-    write_text(folder / "result.md", markdown(found, command))
+    texts = {"result.csv": csv_text(found), "result.md": markdown(found, command)}
+    runs, labels = drawn(found)
+    with suppress(ModuleNotFoundError):
+        texts["report.html"] = page(found, runs, labels)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    drawings = draw(runs, folder / "figures", labels, found.recipe.plots) if figures and runs else []
+    return [*(folder / name for name in texts), *drawings]
+
+
+def drawn(found: Reproduction) -> tuple[list[Run], list[str]]:
+    """All runs with the labels of their methods. What a label sets for itself is no setting of its row."""
+    runs, labels = [], []
+    of_row: dict[str, RunConfig] = {}
+    for cell in found.cells:
+        for run in cell.runs:
+            common, own = of_row.setdefault(cell.case.row, run.config), run.config
+            config = replace(common, method=own.method, seed=own.seed, fold=own.fold, rounds=own.rounds)
+            runs.append(replace(run, config=config))
+            labels.append(cell.case.label)
+    return runs, labels
+
+
+def page(found: Reproduction, runs: list[Run], labels: list[str]) -> str:
+    """The table and all curves as one HTML page."""
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS)
+    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in cells(finding)) for finding in found.findings()]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    missing = "".join(
+        f"<p>Not run: {html.escape(', '.join(whom))}: {html.escape(why)}</p>" for why, whom in reasons(found).items()
+    )
+    top = (
+        f"<p>{html.escape(found.recipe.about)} ({html.escape(found.recipe.paper)})</p><section><h2>Measured beside "
+        f'printed{html.escape(_size(found))}</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>{missing}</section>"
+    )
+    return runs_page(found.recipe.title, runs, labels, top)
