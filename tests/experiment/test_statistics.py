@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_every_run_and_every_method_read_back_from_csv() -> None:
     assert [(line["method"], int(line["seed"])) for line in every[8:16]] == [(NASTY, seed) for seed in range(8)]
     for line, final in zip(every[8:16], comparison.rows[1].finals, strict=True):
         assert float(line["test_accuracy"]) == final
-        assert float(line["test_accuracy_last_10"]) == pytest.approx(final * np.mean(np.arange(11, 21)) / 20)
+        assert float(line["test_accuracy_last_10_works"]) == pytest.approx(final * np.mean(np.arange(11, 21)) / 20)
     summary = list(csv.DictReader(io.StringIO(summary_csv(comparison))))
     assert [line["method"] for line in summary] == ["fedavg", NASTY, 'quoted "x", y']
     assert float(summary[1]["p"]) == comparison.rows[1].gain.p  # type: ignore[union-attr]
@@ -178,3 +179,20 @@ def test_the_terminal_shows_the_test(capsys: pytest.CaptureFixture[str]) -> None
     assert f"{gain.p:.4f}" in shown
     assert f"{100 * gain.mean:+.2f} [{100 * gain.low:+.2f}, {100 * gain.high:+.2f}]" in shown
     assert cells(comparison.rows[0])[3] == "-"
+
+
+def test_the_last_works_are_the_same_for_methods_that_average_seldom() -> None:
+    def run(step: float, evaluated: int) -> Run:
+        lines = [{"works": step * (t + 1)} for t in range(round(40 / step))]
+        for t in range(evaluated - 1, len(lines), evaluated):
+            lines[t]["test_accuracy"] = step * (t + 1) / 40
+        return Run(Path("."), RunConfig(), lines)
+
+    def tail(*settings: Any) -> float:
+        return Row("fedavg", [run(*settings)], "accuracy").tails[0]
+
+    assert tail(1.0, 1) == pytest.approx(np.mean(np.arange(31, 41)) / 40)
+    assert tail(5.0, 1) == pytest.approx((35 + 40) / 80)
+    assert tail(20.0, 1) == 1.0
+    assert tail(0.1, 1) == pytest.approx(np.mean(np.arange(301, 401)) / 400)
+    assert tail(1.0, 40) == 1.0

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fedloom.experiment.compare import Comparison
 from fedloom.experiment.folder import Run
-from fedloom.report import curves
+from fedloom.experiment.recipe import read_recipe
+from fedloom.experiment.reproduce import reproduce
+from fedloom.report import curves, reproduction
 from fedloom.report.describe import describe_runs
 from fedloom.report.page import comparison_page, json_in_html, run_page, runs_page
 from fedloom.report.table import csv_text, size, spread
@@ -241,3 +244,41 @@ def test_numbers_of_the_table(comparison: Comparison) -> None:
         "5.7 GB",
         "1000.0 TB",
     ]
+
+
+RECIPE = """\
+title: Two & <rows>
+paper: nobody
+about: Digits; <b>bold</b> is a text here.
+seeds: 2
+scores: {accuracy: last(test_accuracy)}
+settings: {data: digits, clients: 8, per_round: 3, model: logistic, rounds: 4}
+methods:
+  Plain: fedavg
+  Slow: {method: radfed(redistributions=2), settings: {eval_every: 1}}
+  Never: fixed(cohorts=[[99]])
+rows:
+  even: {settings: {partition: iid, eval_every: 2}, printed: {Plain: 50 ± 1}}
+  skewed: {settings: {partition: classes(per_client=2), eval_every: 2}}
+"""
+
+
+def test_the_page_of_a_recipe(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(RECIPE)
+    recipe = read_recipe(tmp_path / "two.yaml")
+    found = reproduce(recipe, tmp_path / "out", console=Console(quiet=True))
+    written = reproduction.write(found, "fedloom reproduce two.yaml", figures=True)
+    names = {path.name for path in written}
+    assert {"result.csv", "result.md", "report.html", "test_accuracy.png", "test_accuracy.svg"} <= names
+    page = found.folder / "report.html"
+    assert "<b>bold</b>" not in page.read_text()
+    with opened(browser, page.as_uri()) as tab:
+        tab.page.wait_for_selector("path.js-line", state="attached")
+        text = tab.page.inner_text("body")
+        assert "Not run: even (Never), skewed (Never): fixed: there is no client 99" in text
+        assert "50.00 ± 1.00" in text
+        # What a label sets for itself does not keep it from standing beside the others of its row.
+        legends = tab.page.locator(".legend").first.inner_text()
+        assert "Plain" in legends
+        assert "Slow" in legends
+    assert [url for url in tab.asked if not url.startswith(("file:", "data:", "blob:"))] == []

@@ -23,7 +23,7 @@ from fedloom.method import Method
 from fedloom.simulation import cohort_size
 
 TOGETHER = 32  # runs that are in memory at once
-LAST = 10  # rounds whose mean is told beside the last one
+LAST = 10  # works whose mean is told beside the last round
 BASELINE_SHARE = 0.95  # without a target: how soon is a method as good as this share of the baseline's end?
 
 
@@ -52,7 +52,9 @@ class Row:
 
     @property
     def tails(self) -> list[float]:
-        """The mean over the last rounds, of each seed: a single round may be lucky."""
+        """The mean over the last works, of each seed: a single round may be lucky. Works, since methods that average
+        seldom have few rounds in them.
+        """
         return [_tail(run, self.metric) for run in self.runs]
 
     @property
@@ -188,7 +190,9 @@ def _final(run: Run, metric: str) -> float:
 
 
 def _tail(run: Run, metric: str) -> float:
-    values = [line.get(f"test_{metric}") for line in run.history[-LAST:] if f"test_{metric}" in line]
+    begin = run.history[-1]["works"] - LAST + 1e-9
+    lines = [line for line in run.history if f"test_{metric}" in line]
+    values = [line[f"test_{metric}"] for line in lines if line["works"] > begin or line is lines[-1]]
     return statistics.fmean(float("nan") if value is None else value for value in values) if values else float("nan")
 
 

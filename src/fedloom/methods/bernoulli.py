@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.random import Generator as Rng
-from scipy.stats import binom
 
 from fedloom.method import register
 from fedloom.stages import Sampler, Setup, State, check
@@ -30,6 +29,8 @@ class Bernoulli(Sampler):
         check(0 < self.rate <= 1, f"bernoulli: rate must be above 0 and at most 1, not {self.rate}")
 
     def draw(self, state: State, setup: Setup, number: int, w: int, rng: Rng) -> np.ndarray:
+        from scipy.stats import binom  # slow to import
+
         nobody = binom.pmf(0, setup.clients, self.rate)
         number = int(binom.ppf(nobody + (1 - nobody) * rng.random(), setup.clients, self.rate))
         return rng.choice(setup.clients, min(max(number, 1), setup.clients), replace=False)

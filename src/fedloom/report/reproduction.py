@@ -137,7 +137,7 @@ def page(found: Reproduction, runs: list[Run], labels: list[str]) -> str:
     )
     top = (
         f"<p>{html.escape(found.recipe.about)} ({html.escape(found.recipe.paper)})</p><section><h2>Measured beside "
-        f'printed{html.escape(_size(found))}</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>{missing}</section>"
+        f'printed{html.escape(_size(found))}</h2><div class="wide"><table class="findings">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{missing}</section>"
     )
     return runs_page(found.recipe.title, runs, labels, top)

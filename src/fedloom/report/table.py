@@ -69,7 +69,7 @@ def headings(comparison: Comparison) -> list[str]:
     return [
         "method",
         f"test {comparison.config.metric} %{over}",
-        f"mean of the last {LAST} rounds %",
+        f"mean of the last {LAST} works %",
         "difference, 95% interval",
         "p (Wilcoxon, Holm)",
         f"works to {target}",
@@ -100,7 +100,7 @@ def csv_text(comparison: Comparison) -> str:
     """One line per method and seed."""
     metric = comparison.config.metric
     counts = ("works", "local_steps", "uplink_bytes", "downlink_bytes")
-    lines: list[list[Any]] = [["method", "seed", f"test_{metric}", f"test_{metric}_last_{LAST}", *counts]]
+    lines: list[list[Any]] = [["method", "seed", f"test_{metric}", f"test_{metric}_last_{LAST}_works", *counts]]
     for row in comparison.rows:
         for run, final, tail in zip(row.runs, row.finals, row.tails, strict=True):
             last = run.history[-1]
@@ -110,7 +110,19 @@ def csv_text(comparison: Comparison) -> str:
 
 def summary_csv(comparison: Comparison) -> str:
     """One line per method, in numbers; what is not known is empty."""
-    heads = ["method", "seeds", "mean", "sd", f"mean_last_{LAST}", "difference", "low", "high", "wins", "p", "tested"]
+    heads = [
+        "method",
+        "seeds",
+        "mean",
+        "sd",
+        f"mean_last_{LAST}_works",
+        "difference",
+        "low",
+        "high",
+        "wins",
+        "p",
+        "tested",
+    ]
     lines: list[list[Any]] = [[*heads, "works_to_target", "bytes_to_target", "target", "works", "uplink_bytes"]]
     for row in comparison.rows:
         gain = row.gain
