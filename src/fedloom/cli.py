@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import io
 import logging
 import shlex
 import sys
@@ -109,7 +110,7 @@ def run(
     with Watch(settings.rounds, err) as watch, telling as tell:
         show = watch.callback(settings.method, settings.metric)
         done = start_run(settings, folder, overwrite=overwrite, resume=resume, callbacks=[show, *tell])
-    last = done.history[-1]
+    last = done.kept
     names = [name for name in (f"test_{settings.metric}", "test_loss") if last.get(name) is not None]
     if "test_loss" not in last:  # there is no test set
         names = [name for name in ("validation_loss", "train_loss") if last.get(name) is not None]
@@ -140,7 +141,7 @@ def compare(
     """Compare methods on equal terms: same data, same starting models, same number of Works."""
     from fedloom.experiment.compare import compare as run_all
     from fedloom.experiment.track import read_trackers
-    from fedloom.report.table import table, write_tables
+    from fedloom.report.table import remarks, table, write_tables
 
     trackers = read_trackers(track)
     begun = read_comparison(folder / COMPARISON) if resume and (folder / COMPARISON).is_file() else {}
@@ -162,6 +163,8 @@ def compare(
         track=trackers,
     )
     out.print(table(done))
+    for remark in remarks(done):
+        out.print(remark, soft_wrap=True, highlight=False, markup=False)
     write_tables(done, folder)
     _write_page(folder, "comparison_page", done, figures)
 
@@ -221,11 +224,13 @@ def reproduce(
         settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
     )
     out.print(reproduction.table(found))
-    for why, whom in reproduction.reasons(found).items():
-        out.print(f"not run: {', '.join(whom)}: {why}", soft_wrap=True, highlight=False, markup=False)
+    for remark in reproduction.remarks(found):
+        out.print(remark, soft_wrap=True, highlight=False, markup=False)
     written = reproduction.write(found, shlex.join(["fedloom", *sys.argv[1:]]), figures)
     names = [path.name for path in written if path.parent == found.folder]
     out.print(f"in {found.folder}: {', '.join(names)}{' and figures' * figures}", soft_wrap=True, highlight=False)
+    if not any(cell.runs for cell in found.cells if cell.asked):
+        raise RunError(f"no row of {name} could be run; the reasons stand above")
 
 
 @app.command()
@@ -473,6 +478,9 @@ def _write_page(folder: Path, kind: str, content: Any, with_figures: bool = Fals
 def main() -> None:
     """Exit codes: 0 done, 2 bad input, 130 interrupted."""
     _log_to_stderr()
+    for stream in (sys.stdout, sys.stderr):  # a terminal without ± shall not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False) or 0
     except FedloomError as error:
@@ -490,7 +498,8 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # typer catches the signal itself inside of a command
-        _complain("interrupted; continue with --resume")
+        resumable = len(sys.argv) > 1 and sys.argv[1] in ("run", "compare", "tune")
+        _complain("interrupted; continue with --resume" if resumable else "interrupted; the same command goes on")
     sys.exit(code)
 
 

@@ -16,6 +16,7 @@ The norms of the cloud model and of the average (theta_norm, aggregate_norm) are
 What is measured after every Work of a round that has several (RADFed) is also there as a list, `between_...`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -40,11 +41,11 @@ def named(text: str | Sequence[str] | None) -> tuple[str, ...]:
     parts = text.split(",") if isinstance(text, str) else text
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
         raise ConfigError(f"diagnose must name diagnostics, such as 'gsi,similarity', not {text!r}")
-    names = tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
-    for name in names:
+    names = {part.strip() for part in parts if part.strip()}
+    for name in sorted(names):
         if name not in KINDS:
             raise ConfigError(f"unknown diagnostic {name!r}: {nearest(name, KINDS)}")
-    return names
+    return tuple(name for name in KINDS if name in names)  # in whatever order they were named
 
 
 class Diagnosis:
@@ -54,9 +55,10 @@ class Diagnosis:
         self.simulation = simulation
         self.chosen = [KINDS[name]() for name in names]
         self.costs = [f"diagnose {one.name}: {one.cost(simulation)}" for one in self.chosen]
-        self.every = max(1, rounds // SNAPSHOTS)
+        self.every = math.ceil(rounds / SNAPSHOTS)
         self.rounds = rounds
         self.between: dict[str, list[float]] = {}
+        self.after: dict[int, State] = {}  # what they remember after a round; of the last two that are over
 
     def begin(self) -> None:
         """A round begins."""
@@ -73,6 +75,12 @@ class Diagnosis:
 
     def measure(self, before: RunState, outcome: Outcome, evaluated: bool) -> Metrics:
         """What there is to say about a round that is over."""
+        found = self._measured(before, outcome, evaluated)
+        now = {f"{one.name}/{name}": value for one in self.chosen for name, value in one.tensors().items()}
+        self.after = {before.round: self.after.get(before.round, {}), outcome.state.round: now}
+        return found
+
+    def _measured(self, before: RunState, outcome: Outcome, evaluated: bool) -> Metrics:
         record = outcome.record
         if record is None:
             return {}
@@ -87,10 +95,12 @@ class Diagnosis:
         lists = {f"between_{n.replace('.', '_')}": values for n, values in self.between.items() if len(values) > 1}
         return {**found, **lists}
 
-    def tensors(self) -> State:
-        return {f"{one.name}/{name}": value for one in self.chosen for name, value in one.tensors().items()}
+    def tensors(self, round: int) -> State:
+        """What they remember after this round, whatever was begun since."""
+        return self.after.get(round, {})
 
-    def restore(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], round: int, device: torch.device) -> None:
+        self.after = {round: dict(tensors)}
         for one in self.chosen:
             own = f"{one.name}/"
             one.restore({n.removeprefix(own): t.to(device) for n, t in tensors.items() if n.startswith(own)})

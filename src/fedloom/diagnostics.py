@@ -196,13 +196,21 @@ class Fair(Diagnostic):
 
 class Probe(Diagnostic):
     name = "probe"
+    sampled: float | None = None
 
     def cost(self, simulation: Simulation) -> str:
         setup = simulation.setup
-        return f"all {setup.clients} clients train in every round: {setup.clients / setup.per_round:.1f} times as much"
+        trained = setup.per_round * simulation.pipeline.schedule.stage.works(setup.per_round)
+        return f"all {setup.clients} clients train in every round, beside the {trained:g} of the round"
+
+    def heard(self, simulation: Simulation, work: Work, updates: Updates) -> dict[str, float]:
+        if self.sampled is None:  # of the round's first Work: as far as a probe goes
+            self.sampled = float(squares(updates.rows).sqrt().mean())
+        return {}
 
     def measure(self, look: Look) -> Metrics:
-        simulation, setup = look.simulation, look.simulation.setup
+        simulation, setup, sampled = look.simulation, look.simulation.setup, self.sampled
+        self.sampled = None
         groups = setup.space.groups("tensor")
         total, lengths = torch.zeros_like(setup.start), torch.zeros(len(groups), dtype=torch.float64)
         mass, squared = 0.0, []
@@ -222,12 +230,11 @@ class Probe(Diagnostic):
             return {}
         mean, lengths = total / mass, lengths / mass
         along = groups.sums(mean.square()).cpu()
-        sampled = squares(look.record.received.rows)
         return {
             "probe.gsi": gsi_of(lengths, along, mean.dtype).tolist(),
             "probe.gsi_model": float(gsi_of(lengths.sum(), along.sum(), mean.dtype)),
             "probe.norm": float(torch.cat(squared).sqrt().mean()),
-            "probe.sampled_norm": float(sampled.sqrt().mean()),
+            "probe.sampled_norm": float("nan") if sampled is None else sampled,
         }
 
 

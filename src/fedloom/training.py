@@ -327,7 +327,7 @@ class Training:
             return
         best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
         notes = {"score": self.best.score, "waited": self.best.waited}
-        memory, diagnosis = self.simulation.population.tensors(), self.diagnosis.tensors()
+        memory, diagnosis = self.simulation.population.tensors(), self.diagnosis.tensors(self.state.round)
         saved = checkpoints.Saved(self.state, memory, self.history, best, notes, diagnosis)
         checkpoints.save(self.folder, saved, self.identity)
 
@@ -337,6 +337,8 @@ class Training:
         saved = checkpoints.load(self.folder, self.identity, self.simulation.setup.device)
         if saved is None:
             return
+        if saved.state.round > self.rounds:
+            raise RunError(f"{self.folder} is at round {saved.state.round} already; rounds={self.rounds} is too few")
         fresh, setup = self.state.stages, self.simulation.setup  # says where each tensor lives
         stages = {
             key: {n: v.to(fresh[key][n].device if n in fresh[key] else setup.device) for n, v in values.items()}
@@ -344,7 +346,7 @@ class Training:
         }
         self.state, self.history = replace(saved.state, stages=stages), saved.history
         self.simulation.population.restore(saved.memory)
-        self.diagnosis.restore(saved.diagnosis, setup.device)
+        self.diagnosis.restore(saved.diagnosis, saved.state.round, setup.device)
         self.best.score, self.best.waited = saved.notes["score"], saved.notes["waited"]
         if saved.best and self.best.patience is not None:
             self.best.theta = saved.best["theta"]

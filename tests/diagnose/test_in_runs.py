@@ -225,7 +225,7 @@ def test_a_resumed_run_measures_on(federation: fl.Federation, tmp_path: Path) ->
 def test_costs_are_told_before_the_first_round(federation: fl.Federation, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fedloom"):
         run(federation, "fedavg", "probe, twin", rounds=1)
-    assert "diagnose probe: all 12 clients train in every round: 3.0 times as much" in caplog.text
+    assert "diagnose probe: all 12 clients train in every round, beside the 4 of the round" in caplog.text
     assert "diagnose twin: as much training again" in caplog.text
 
 
@@ -256,4 +256,38 @@ def test_who_does_not_answer_is_not_measured(federation: fl.Federation) -> None:
 
 def test_an_early_trainings_diagnosis_has_no_state(federation: fl.Federation) -> None:
     training = Training(model(), federation, "fedavg", rounds=1, clients_per_round=4, diagnose="twin")
-    assert training.diagnosis.tensors() == {}
+    assert training.diagnosis.tensors(0) == {}
+
+
+def test_an_interrupted_round_is_not_measured_twice(federation: fl.Federation, tmp_path: Path) -> None:
+    """The twin has learned from a round that is then lost, and played again."""
+    settings: dict[str, Any] = {"rounds": 4, "clients_per_round": 4, "local": LOCAL, "seed": 3, "diagnose": "twin"}
+    whole = fl.fit(model(), federation, "fedavg", **settings)
+    training = Training(model(), federation, "fedavg", checkpoint=tmp_path, **settings)
+    evaluate = type(training.simulation).evaluate
+
+    def interrupt(self: Any, state: Any) -> Any:
+        if state.round == 3:
+            raise KeyboardInterrupt
+        return evaluate(self, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(training.simulation), "evaluate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            training.run()
+    again = fl.fit(model(), federation, "fedavg", checkpoint=tmp_path, resume=True, **settings)
+    found = [[line["twin.distance"] for line in run.history] for run in (whole, again)]
+    assert found[0] == found[1]
+
+
+def test_snapshots_are_ten_at_most(federation: fl.Federation) -> None:
+    for rounds, times in ((5, 5), (10, 10), (19, 10), (25, 9)):
+        result, _ = run(federation, "fedavg", "similarity", rounds=rounds)
+        assert sum("similarity.matrix" in line for line in result.history) == times
+
+
+def test_a_probe_stands_beside_the_first_work_of_a_round(federation: fl.Federation) -> None:
+    once, _ = run(federation, "fedavg", "probe", rounds=1)
+    travelled, _ = run(federation, "radfed(redistributions=3)+fedavg(weights=samples)", "probe", rounds=1)
+    for name in ("probe.norm", "probe.sampled_norm"):
+        assert travelled.history[0][name] == pytest.approx(once.history[0][name], rel=1e-9)

@@ -373,3 +373,72 @@ def test_a_recurrent_model_is_exported(tmp_path: Path) -> None:
     for size in (2, 7):
         batch = torch.from_numpy(tokens[:size])
         assert torch.allclose(program(batch), model(batch), atol=1e-6)
+
+
+def test_a_comparison_with_a_method_that_diverges(tmp_path: Path) -> None:
+    done = fedloom("compare", "fedavg", "fedavg(lr=1e39)", *SMALL, "--seeds", "2", "--out", "c", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "diverged" in done.stdout
+    for name in ("table.csv", "summary.csv", "table.md", "table.tex", "report.html"):
+        assert (tmp_path / "c" / name).stat().st_size
+    turned = fedloom("compare", "fedavg(lr=1e39)", "fedavg", *SMALL, "--seeds", "2", "--out", "t", cwd=tmp_path)
+    assert turned.returncode == 0, turned.stderr
+    assert "the baseline diverged" in (tmp_path / "t/table.md").read_text()
+    assert "nan" not in (tmp_path / "t/table.md").read_text()
+    history = tmp_path / "c/fedavg/seed-0/metrics.jsonl"
+    history.write_text("".join(history.read_text().splitlines(keepends=True)[:1]))
+    cut = fedloom("compare", "--resume", "--out", "c", cwd=tmp_path)
+    assert cut.returncode == 2
+    assert "has 1 lines, but the run played" in cut.stderr
+    far = fedloom("compare", "fedavg", *SMALL, "--target", "90", "--out", "far", cwd=tmp_path)
+    assert far.returncode == 2
+    assert "a share such as 0.9" in far.stderr
+
+
+def test_patience_tells_of_the_model_that_is_kept(tmp_path: Path) -> None:
+    settings = ["--clients", "20", "--fold", "0", "--patience", "2", "--rounds", "30", "--model", "logistic"]
+    done = fedloom("run", *settings, "--per-round", "3", "--out", "p", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = float(done.stdout.partition("test_accuracy ")[2].partition(",")[0])
+    measured = fedloom("evaluate", "p", cwd=tmp_path)
+    assert said == pytest.approx(float(measured.stdout.partition("test_accuracy ")[2].partition("\n")[0]), abs=1e-4)
+
+
+def test_fewer_rounds_than_were_played_are_refused(tmp_path: Path) -> None:
+    assert fedloom("run", *SMALL, "--out", "r", cwd=tmp_path).returncode == 0
+    (tmp_path / "r/model.safetensors").unlink()
+    done = fedloom("run", "--resume", "--out", "r", "--rounds", "1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "rounds=1 is too few" in done.stderr
+
+
+def test_a_terminal_without_signs(tmp_path: Path) -> None:
+    plain = {**ENV, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    command = [sys.executable, "-c", "from fedloom.cli import main; main()", "compare", "fedavg", "dgt", *SMALL]
+    done = subprocess.run([*command, "--seeds", "2"], cwd=tmp_path, env=plain, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "±" in (tmp_path / "runs/compare/table.md").read_text(encoding="utf-8")
+
+
+def test_reproduce_and_recipes(tmp_path: Path) -> None:
+    recipe = (
+        "title: t\nscores: {a: last(test_accuracy)}\nsettings: {data: digits, clients: 12, model: logistic, rounds: 2}\n"
+    )
+    (tmp_path / "r.yaml").write_text(recipe + "methods: {A: fedavg}\nrows: {x: {printed: {A: 50}}}\n")
+    done = fedloom("reproduce", "r.yaml", "--out", "o", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "o/r").iterdir()} == {"result.csv", "result.md", "report.html"}
+    assert "fedloom reproduce r.yaml --out o" in (tmp_path / "o/r/result.md").read_text()
+    (tmp_path / "bad.yaml").write_text(recipe.replace("rounds", "round") + "methods: {A: fedavg}\nrows: {x: {}}\n")
+    for command, message in (
+        (["reproduce", "bad.yaml"], "bad.yaml, line 3: unknown setting 'round'"),
+        (["reproduce", "fedgled-table1"], "did you mean fedglad-table1"),
+        (["reproduce", "r.yaml", "--device", "cdua"], "unknown device"),
+    ):
+        refused = fedloom(*command, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr
+    listed = fedloom("recipes", "--no-cost", cwd=tmp_path)
+    assert "adabest-table2" in listed.stdout
+    assert "FedAvg: fedavg(lr=0.5)" in fedloom("recipes", "fedglad-table1", cwd=tmp_path).stdout

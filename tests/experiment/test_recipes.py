@@ -14,10 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, RunError
 from fedloom.experiment import reproduce as reproducing
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, measure, seconds_for, speed_of
+from fedloom.experiment.folder import claim
 from fedloom.experiment.recipe import Printed, Recipe, find_recipe, read_recipe, recipe_names
 from fedloom.experiment.reproduce import Reproduction, reproduce, scaled
 from fedloom.experiment.run import prepare_run, start_runs
@@ -27,6 +28,7 @@ from fedloom.report.recipe_page import listed, recipe_page
 
 QUIET = Console(quiet=True)
 # Scores that two rounds can't have: of a later round, of an accuracy that is not reached, of two points.
+POOR = {"accuracy", "f1", "auc"}  # relative to nothing at all
 LONGER = {"drop", "to_30", "to_70", "correlation", "switched"}
 DATA = Path(os.environ.get("FEDLOOM_DATA") or "nowhere")
 SMALL = """\
@@ -90,10 +92,13 @@ def test_every_recipe_runs(name: str, shared_runs: Path) -> None:
     for cell in found.cells:
         assert cell.runs or cell.why_not
     findings = found.findings()
-    assert {f.row for f in findings} == set(recipe.rows)  # none is hidden
+    left_out = {row.partition(" (")[0] for rows in reproduction.reasons(found).values() for row in rows}
+    told = {f.row for f in findings} | left_out
+    assert told == set(recipe.rows)  # none is hidden
     for finding in findings:
         if not finding.why_not and finding.score not in LONGER:
             assert finding.runs == 1
+            assert finding.note == "" or finding.score in POOR
     if not any(cell.runs for cell in found.cells):
         pytest.skip(f"no row can be run here: {'; '.join(sorted(whys))[:300]}")
 
@@ -208,8 +213,8 @@ def test_relative_differences(tmp_path: Path) -> None:
     told = {f.label: f for f in found.findings() if f.score == "accuracy" and f.runs}
     assert told["FedAvg"].mean == pytest.approx(by_label["FedAvg"])
     assert told["RADFed"].mean == pytest.approx(100 * (by_label["RADFed"] / by_label["FedAvg"] - 1))
-    left_out = {f.why_not for f in found.findings() if f.row == "even"}
-    assert left_out == {"not chosen by --rows"}
+    assert not [f for f in found.findings() if f.row == "even"]
+    assert reproduction.reasons(found) == {"not chosen by --rows": ["even"]}
 
 
 def test_one_methods_problem_is_not_the_others(tmp_path: Path) -> None:
@@ -229,6 +234,7 @@ def test_missing_data_are_said(tmp_path: Path) -> None:
     found = reproduce(read_recipe(written(text, tmp_path)), tmp_path / "out", console=QUIET, seeds=1)
     (why,) = reproduction.reasons(found)
     assert "cifar100" in why
+    assert [cell.runs for cell in found.cells if cell.case.row == "even"] == [(), ()]
     assert reproduction.reasons(found)[why] == ["even"]
 
 
@@ -416,3 +422,104 @@ def test_scores(text: str, value: float) -> None:
 def test_scores_that_are_none(text: Any) -> None:
     with pytest.raises(ConfigError):
         Score.read(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a hostile user does
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_may_be_called_anything(tmp_path: Path) -> None:
+    text = (
+        SMALL.partition("rows:")[0]
+        + """rows:
+  10: {settings: {clients: 12, partition: iid}, printed: {FedAvg: 50, 2: 60}}
+  0.5: {settings: {partition: iid}}
+  yes: {settings: {partition: iid, lr: 0.05}}
+"""
+    )
+    text = text.replace("RADFed:", "2:")
+    recipe = read_recipe(written(text, tmp_path))
+    assert recipe.rows == ["10", "0.5", "yes"]
+    assert {c.label: c.printed["accuracy"].mean for c in recipe.cases if c.row == "10"} == {"FedAvg": 50, "2": 60}
+    assert [c.config.clients for c in recipe.cases] == [12, 12, 10, 10, 10, 10]
+    assert recipe.cases[-1].config.lr == 0.05
+    with pytest.raises(ConfigError, match="line 14: unknown setting 'nonsense'"):
+        read_recipe(written(text.replace("0.5: {settings: {", "0.5: {settings: {nonsense: 3, "), tmp_path))
+
+
+def test_what_diverged_is_told(tmp_path: Path) -> None:
+    text = SMALL.replace("  FedAvg: fedavg\n", "  FedAvg: fedavg\n  Bad: fedavg(lr=1e39)\n")
+    text = text.replace("norm: last(theta_norm)", "norm: first(test_accuracy, above=0.99)\n  typo: last(test_acuracy)")
+    text = text.replace("      norm: {FedAdam: 3}", "      typo: {FedAdam: 3}")
+    found = reproduce(read_recipe(written(text, tmp_path)), tmp_path / "out", console=QUIET, seeds=2, rows=["even"])
+    notes = {(f.label, f.score): f.note for f in found.findings()}
+    assert notes["Bad", "accuracy"] == "diverged"
+    assert notes["FedAvg", "accuracy"] == ""
+    assert notes["FedAvg", "norm"] == "not reached"
+    assert notes["FedAdam", "typo"] == "not measured"
+    assert ("FedAvg", "typo") not in notes
+    (line,) = (remark for remark in reproduction.remarks(found) if "not measured" in remark)
+    assert "last(test_acuracy)" in line
+
+
+def test_rows_that_were_run_before_stay_in_the_table(tmp_path: Path) -> None:
+    recipe = read_recipe(written(SMALL, tmp_path))
+    first = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, rows=["skewed"])
+    both = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, rows=["even"])
+    assert {f.row for f in first.findings()} == {"skewed/2"}
+    assert {f.row for f in both.findings()} == {"skewed/2", "even"}
+    assert reproduction.reasons(both) == {}
+    assert first.folder != reproduce(recipe, tmp_path / "out", console=QUIET, scale="smoke").folder
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds must be at least 1"),
+        ({"settings": {"device": "cdua"}}, "unknown device"),
+        ({"settings": {"engine": "vectr"}}, "did you mean vector"),
+        ({"settings": {"data_dir": "nowhere"}}, "is no folder"),
+        ({"rows": [""]}, "names no row"),
+        ({"rows": ["/"]}, "names no row"),
+    ],
+)
+def test_bad_options_are_refused_before_anything(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        reproduce(read_recipe(written(SMALL, tmp_path)), tmp_path / "out", console=QUIET, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    recipe = read_recipe(written(SMALL, tmp_path))
+    first = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, rows=["even"])
+    run = first.cells[-1].runs[0].folder
+    (run / "model.safetensors").unlink()
+    with claim(run, overwrite=False, resume=True), pytest.raises(RunError, match="in use by another"):
+        reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, rows=["even"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("seeds: 2", "relative_to: [FedAvg]", 4, "relative_to must be"),
+        ("seeds: 2", "plots: test_loss", 4, "plots must be a list"),
+        ("seeds: 2", "force: {round: true, cohort: one-class}", 4, "expected {round: 40"),
+        ("seeds: 2", "folds: 9", 4, "folds must be a whole number from 1 to 5"),
+        ("  even:", "  empty: {methods: {FedAvg: null, RADFed: null}}\n  even:", 16, "this row has no method left"),
+        ("last=3", "last=nan", 6, "has no meaning"),
+        ("last=3", "last=0", 6, "has no meaning"),
+        ("last=3", "last=2.5", 6, "has no meaning"),
+        ("last=3", "last=3, last=4", 6, "given twice"),
+        ("mean(test_accuracy, last=3)", "best(test_accuracy, by=)", 6, "has no meaning"),
+        ("mean(test_accuracy, last=3)", "first(test_accuracy, above=inf)", 6, "has no meaning"),
+    ],
+)
+def test_more_that_is_wrong(old: str, new: str, line: int, message: str, tmp_path: Path) -> None:
+    test_what_is_wrong_is_told_with_its_line(old, new, line, message, tmp_path)
+
+
+def test_a_recipe_called_runs(tmp_path: Path) -> None:
+    (tmp_path / "runs.yaml").write_text(SMALL)
+    with pytest.raises(ConfigError, match="can't be called runs"):
+        find_recipe(str(tmp_path / "runs.yaml"))

@@ -18,7 +18,7 @@ from fedloom.experiment.compare import Comparison, Row, gains
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import Run
 from fedloom.experiment.statistics import TOO_FEW, compare_all, enough, holm
-from fedloom.report.table import cells, csv_text, escaped, headings, latex, markdown, summary_csv, table
+from fedloom.report.table import cells, csv_text, escaped, headings, latex, markdown, remarks, summary_csv, table
 
 NASTY = r"fedprox(mu=0.1)+2dlrd & 50% $x$ #1 a_b {c} ~^\ | <i>*</i> ''"
 
@@ -74,12 +74,21 @@ def test_too_few_seeds_are_said_to_be_too_few() -> None:
 
 
 def test_what_diverged_is_not_tested_and_spoils_nobody_else() -> None:
-    baseline, good, bad = scores(6, 3)
+    baseline, good, bad = scores(8, 3)
     bad[2] = math.nan
     found, diverged = compare_all(baseline, [good, bad])
-    assert found.p == pytest.approx(stats.wilcoxon(good, baseline).pvalue)  # one test, so no correction
+    assert found.p == pytest.approx(2 * stats.wilcoxon(good, baseline).pvalue)  # of two, whatever became of the other
     assert diverged.why == "diverged"
     assert compare_all(good, [good])[0].p == 1.0  # nothing differs
+    assert {one.why for one in compare_all(bad, [good, baseline])} == {"the baseline diverged"}
+
+
+def test_ties_are_ties() -> None:
+    """Differences of shares k / n differ in their last bits; ranks must not be made of that."""
+    right = np.array([300, 301, 299, 310, 290, 305])
+    signs = np.array([1, 1, 1, 1, -1, -1])
+    (found,) = compare_all((right / 360).tolist(), [((right + signs) / 360).tolist()])
+    assert found.p == pytest.approx(stats.wilcoxon(signs).pvalue)
 
 
 def comparison_of(methods: list[str], seeds: int, target: float = 0.6) -> Comparison:
@@ -96,6 +105,8 @@ def comparison_of(methods: list[str], seeds: int, target: float = 0.6) -> Compar
                     "uplink_bytes": 1000 * t,
                     "downlink_bytes": 500 * t,
                     "test_accuracy": a,
+                    "answered": 4,
+                    "diverged": 0,
                 }
                 for t, a in enumerate(climbing, 1)
             ]
@@ -196,3 +207,25 @@ def test_the_last_works_are_the_same_for_methods_that_average_seldom() -> None:
     assert tail(20.0, 1) == 1.0
     assert tail(0.1, 1) == pytest.approx(np.mean(np.arange(301, 401)) / 400)
     assert tail(1.0, 40) == 1.0
+
+
+def test_what_diverged_stands_in_every_export() -> None:
+    comparison = comparison_of(["fedavg", "bad"], 2)
+    bad = comparison.rows[1]
+    runs = [replace(run, history=[{**line, "test_accuracy": None} for line in run.history]) for run in bad.runs]
+    for order in (1, -1):
+        rows = [comparison.rows[0], replace(bad, runs=runs)][::order]
+        target = None if order < 0 else comparison.target
+        rows = [replace(row, gain=gain, target=target) for row, gain in zip(rows, gains(rows), strict=True)]
+        lost = replace(comparison, rows=rows, target=target)
+        assert "diverged" in markdown(lost)
+        assert "nan" not in markdown(lost) + latex(lost) + csv_text(lost) + summary_csv(lost)
+        assert len(list(csv.DictReader(io.StringIO(summary_csv(lost))))) == 2
+
+
+def test_who_had_nothing_to_average_is_told() -> None:
+    comparison = comparison_of(["fedavg", "bad"], 2)
+    runs = comparison.rows[1].runs
+    for line in runs[0].history[:3]:
+        line["answered"] = line["diverged"] = 4
+    assert remarks(comparison) == ["bad: in 3 of 40 rounds no client sent a finite update"]

@@ -290,7 +290,7 @@ def test_several_methods_have_a_line_each(tmp_path: Path) -> None:
     (command,) = done.next_commands
     assert command.startswith(f"fedloom compare --config {tmp_path}/t/best.yaml 'fedadam(lr=")
     assert len(list((tmp_path / "t").glob("best-*.yaml"))) == 4
-    travelled = RunConfig().change(read_config(next((tmp_path / "t").glob("best-radfed*.yaml"))))
+    travelled = RunConfig().change(read_config(next((tmp_path / "t").glob("best-*-radfed.yaml"))))
     redistributions = done.rows[3].point["radfed.redistributions"]
     assert travelled.rounds == 10 // redistributions  # a run of as many Works
     assert {row["rounds"] for row in rows(tmp_path / "t") if row["method"].startswith("fedprox")} == {"10"}

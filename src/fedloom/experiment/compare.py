@@ -1,6 +1,7 @@
 """Many methods on equal terms: the same data, the same models to start from, the same number of Works."""
 
 import hashlib
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, RunError
+from fedloom.evaluate import METRICS
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, Run, claim, is_finished, write_text
 from fedloom.experiment.progress import Watch
@@ -47,8 +49,9 @@ class Row:
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation over seeds (n - 1); None for a single seed."""
-        return statistics.stdev(self.finals) if len(self.finals) > 1 else None
+        """Standard deviation over seeds (n - 1); None for a single seed, or where one has diverged."""
+        known = all(map(math.isfinite, self.finals))
+        return statistics.stdev(self.finals) if known and len(self.finals) > 1 else None
 
     @property
     def tails(self) -> list[float]:
@@ -88,7 +91,7 @@ class Comparison:
     folder: Path
     config: RunConfig
     rows: list[Row]
-    target: float
+    target: float | None  # None: the baseline, a share of whose end it would be, has diverged
     seeds: int
 
 
@@ -120,6 +123,8 @@ def compare(
     """
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1, not {seeds}")
+    if target is not None and not (math.isfinite(target) and (target <= 1 or config.metric not in METRICS)):
+        raise ConfigError(f"target must be a share such as 0.9 of {config.metric}, not {target}")
     texts = [Method(text).text for text in methods]
     if len(set(texts)) < len(texts):
         twice = next(text for text in texts if texts.count(text) > 1)
@@ -159,7 +164,9 @@ def compare(
         at_once = TOGETHER if lockstep and vector else 1
         runs = [run for i in range(0, len(jobs), at_once) for run in start_runs(jobs[i : i + at_once], resume=resume)]
         rows = [Row(plan.method, runs[i * seeds : (i + 1) * seeds], config.metric) for i, plan in enumerate(plans)]
-    goal = BASELINE_SHARE * rows[0].mean if target is None else target
+    goal = target
+    if target is None and math.isfinite(rows[0].mean):
+        goal = BASELINE_SHARE * rows[0].mean
     rows = [replace(row, target=goal, gain=gain) for row, gain in zip(rows, gains(rows), strict=True)]
     return Comparison(folder, config, rows, goal, seeds)
 
@@ -185,7 +192,7 @@ def slug(text: str) -> str:
 
 
 def _final(run: Run, metric: str) -> float:
-    value = run.history[-1].get(f"test_{metric}")
+    value = run.kept.get(f"test_{metric}")
     return float("nan") if value is None else float(value)
 
 

@@ -113,7 +113,7 @@ class RunConfig:
                 raise ConfigError(f"{place}{name} must be {describe(hints[name])}, not {_brief(value)}")
         changed = replace(self, **checked)
         Method(changed.method)
-        named(changed.diagnose)
+        changed = replace(changed, diagnose=",".join(named(changed.diagnose)) or None)
         _ = changed.local
         return changed
 

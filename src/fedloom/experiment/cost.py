@@ -14,6 +14,7 @@ import torch
 from fedloom.data.files import Files
 from fedloom.data.split import FOLDS
 from fedloom.diagnosis import named
+from fedloom.diagnostics import SNAPSHOTS
 from fedloom.engines.loop import Loop
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import write_text
@@ -51,15 +52,13 @@ def seconds_for(config: RunConfig) -> float:
     mean = total / everybody
     seen = local.epochs * mean if local.steps is None else local.steps * (local.batch_size or mean)
     works = config.rounds * Method(config.method).pipeline().schedule.stage.works(per_round)
-    once = per_round + sum(_beside(name, per_round, training) for name in named(config.diagnose))
+    diagnostics = named(config.diagnose)
+    trained = works * per_round * (2 if "twin" in diagnostics else 1)
+    trained += config.rounds * training if "probe" in diagnostics else 0
     held_out = total * 2 / FOLDS if config.fold is not None else (not config.pooled) * speed.test
-    evaluations = math.ceil(config.rounds / config.eval_every)
-    return works * once * seen * speed.sample + evaluations * held_out * speed.tested
-
-
-def _beside(diagnostic: str, per_round: int, clients: int) -> int:
-    """Clients that train for a diagnostic in each Work."""
-    return {"probe": clients, "twin": per_round}.get(diagnostic, 0)
+    tested = math.ceil(config.rounds / config.eval_every) * held_out
+    tested += min(SNAPSHOTS, config.rounds) * total if "fairness" in diagnostics else 0
+    return trained * seen * speed.sample + tested * speed.tested
 
 
 def clients_of(config: RunConfig) -> int:

@@ -47,6 +47,19 @@ class Run:
     def finished(self) -> bool:
         return is_finished(self.folder)
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The line of the round whose model was kept: the last, or under patience that of the best validation score."""
+        if self.config.patience is None or not self.history:
+            return self.history[-1] if self.history else {}
+        metric = f"validation_{self.config.metric}"
+        best, kept = -math.inf, self.history[-1]
+        for line in self.history:
+            score = line.get(metric, -line["validation_loss"] if line.get("validation_loss") is not None else None)
+            if score is not None and score > best:
+                best, kept = score, line
+        return kept
+
     def frame(self) -> "pd.DataFrame":
         import pandas as pd
 
@@ -72,6 +85,10 @@ class Run:
         return made
 
 
+class InUse(RunError):
+    """Another process works in the folder."""
+
+
 def is_finished(folder: Path) -> bool:
     """The model is written last."""
     model = folder / MODEL
@@ -93,7 +110,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{path} can't be read: {error}") from None
     rows = []
@@ -124,7 +141,7 @@ def claim(folder: Path, overwrite: bool, resume: bool) -> Iterator[None]:
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise RunError(f"{folder} is in use by another fedloom; wait for it, or choose another --out") from None
+            raise InUse(f"{folder} is in use by another fedloom; wait for it, or choose another --out") from None
         if overwrite:
             for old in folder.iterdir():
                 if old.is_dir() and not old.is_symlink():
@@ -136,19 +153,31 @@ def claim(folder: Path, overwrite: bool, resume: bool) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write beside, then rename: a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 
-def write_model(path: Path, model: nn.Module) -> None:
+def rounds_played(folder: Path) -> int | None:
+    """How many rounds the model of a finished run has seen; None where its file does not say."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / MODEL, "pt") as file:
+            told = (file.metadata() or {}).get("rounds", "")
+    except (SafetensorError, OSError):
+        return None
+    return int(told) if told.isdigit() else None
+
+
+def write_model(path: Path, model: nn.Module, rounds: int | None = None) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     beside = path.with_name(f".{path.name}.part")
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
     try:
-        save_file(weights, beside)
+        save_file(weights, beside, None if rounds is None else {"rounds": str(rounds)})
         os.replace(beside, path)
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} can't be written: {error}") from None

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedloom.data.split import FOLDS
 from fedloom.errors import ConfigError, FedloomError, nearest
 from fedloom.experiment.config import RunConfig, lines_of
 from fedloom.experiment.score import Score
@@ -121,6 +122,8 @@ def find_recipe(name: str) -> Recipe:
 
 def read_recipe(path: Path) -> Recipe:
     """A recipe file; whatever is wrong with it is told with its line."""
+    if path.stem == "runs":
+        raise ConfigError(f"{path}: a recipe can't be called runs, since that is where its runs lie")
     return _Reader(path, *read_yaml(path)).recipe()
 
 
@@ -139,6 +142,14 @@ class _Reader:
         scores = {name: self.told(Score.read, text, "scores", name) for name, text in self.mapping("scores").items()}
         cases = tuple(case for name in self.mapping("rows") for case in self.row(name, scores))
         relative_to = values.get("relative_to")
+        if not isinstance(relative_to, str | None):
+            raise self.error(f"relative_to must be the label of a method, not {relative_to!r}", "relative_to")
+        plots = values.get("plots") or []
+        if not isinstance(plots, list) or not all(isinstance(key, str) for key in plots):
+            raise self.error(f"plots must be a list of metrics, such as [theta_norm], not {plots!r}", "plots")
+        for row in self.mapping("rows"):
+            if row not in {case.row for case in cases}:
+                raise self.error("this row has no method left", "rows", row)
         for row in dict.fromkeys(case.row for case in cases):
             if relative_to is not None and relative_to not in {case.label for case in cases if case.row == row}:
                 raise self.error(f"row {row} has no method {relative_to!r}", "relative_to")
@@ -148,10 +159,10 @@ class _Reader:
             paper=str(values.get("paper", "")),
             about=str(values.get("about", "")),
             seeds=self.count("seeds", 1),
-            folds=self.count("folds", None),
+            folds=self.count("folds", None, FOLDS),
             relative_to=relative_to,
             scores=scores,
-            plots=tuple(map(str, values.get("plots") or ())),
+            plots=tuple(plots),
             force=self.forced(),
             scales=self.scaled(),
             cases=cases,
@@ -213,14 +224,16 @@ class _Reader:
         if not force:
             return None
         self.known(force, ("round", "cohort"), "force")
-        if force.get("cohort") != "one-class" or not isinstance(force.get("round"), int) or force["round"] < 1:
+        at = force.get("round")
+        if force.get("cohort") != "one-class" or not isinstance(at, int) or isinstance(at, bool) or at < 1:
             raise self.error("expected {round: 40, cohort: one-class}", "force")
-        return int(force["round"])
+        return at
 
-    def count(self, key: str, default: int | None) -> Any:
+    def count(self, key: str, default: int | None, most: int = 1_000_000) -> Any:
         value = self.values.get(key, default)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise self.error(f"{key} must be a whole number of at least 1, not {value!r}", key)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and 1 <= value <= most):
+            raise self.error(f"{key} must be a whole number from 1 to {most:,}, not {value!r}", key)
         return value
 
     def mapping(self, *at: str) -> dict[str, Any]:

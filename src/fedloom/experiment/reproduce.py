@@ -9,19 +9,23 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from fedloom.data.split import FOLDS
 from fedloom.diagnose.skew import worst_cohort
+from fedloom.engines.choose import Wishes
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.experiment.compare import TOGETHER, rounds_for, slug
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, seconds_for
-from fedloom.experiment.folder import Run, is_finished, load_run
+from fedloom.experiment.folder import InUse, Run, is_finished, load_run
 from fedloom.experiment.progress import Watch
 from fedloom.experiment.recipe import SCALES, Case, Printed, Recipe
 from fedloom.experiment.run import Job, load_data, prepare_run, start_runs
@@ -42,6 +46,7 @@ class Cell:
     config: RunConfig  # as it was run, but for seed and fold
     runs: tuple[Run, ...] = ()
     why_not: str = ""
+    asked: bool = True  # False: its row was not to be run this time
 
     def values(self, recipe: Recipe, score: str) -> list[float]:
         return [recipe.scores[score].of(run.history) for run in self.runs]
@@ -59,10 +64,15 @@ class Finding:
     runs: int
     printed: Printed | None
     why_not: str = ""
+    note: str = ""  # why there is no mean although it was run
 
     @property
     def difference(self) -> float:
         return math.nan if self.printed is None else self.mean - self.printed.mean
+
+    @property
+    def told(self) -> bool:
+        return not math.isnan(self.mean)
 
     @property
     def deviations(self) -> float:
@@ -80,26 +90,37 @@ class Reproduction:
     cells: tuple[Cell, ...]
 
     def findings(self) -> list[Finding]:
-        """Every score of every cell; a score that nobody printed and no run has measured is left out."""
+        """Every score of every cell that was run or was to be run; one that nobody printed and that these runs do not
+        measure is left out.
+        """
         found = []
         for cell in self.cells:
-            for score in self.recipe.scores:
-                printed = cell.case.printed.get(score)
-                values = cell.values(self.recipe, score)
-                known = [value for value in values if not math.isnan(value)]
-                if not known and printed is None and not (cell.why_not and score == next(iter(self.recipe.scores))):
-                    continue
-                mean, sd = self._told(cell, score, known, complete=len(known) == len(values))
-                found.append(
-                    Finding(cell.case.row, cell.case.label, score, mean, sd, len(known), printed, cell.why_not)
-                )
+            if not cell.asked and not cell.runs:
+                continue
+            told = [finding for score in self.recipe.scores if (finding := self._finding(cell, score)) is not None]
+            found += told or [self._empty(cell, next(iter(self.recipe.scores)))]
         return found
 
-    def _told(self, cell: Cell, score: str, known: list[float], complete: bool) -> tuple[float, float | None]:
-        """Mean and deviation; relative to another method where the recipe says so."""
-        if not known or not complete:  # a seed that never reached it has no mean to be in
+    def _finding(self, cell: Cell, score: str) -> Finding | None:
+        function, printed = self.recipe.scores[score], cell.case.printed.get(score)
+        if not any(function.measured(run.history) for run in cell.runs):
+            return None if printed is None else self._empty(cell, score)
+        values = cell.values(self.recipe, score)
+        mean, sd = self._mean(cell, score, values)
+        lost = "not reached" if function.text.startswith("first(") else "diverged"
+        note = lost if any(map(math.isnan, values)) else ""
+        return Finding(cell.case.row, cell.case.label, score, mean, sd, len(values), printed, cell.why_not, note)
+
+    def _empty(self, cell: Cell, score: str) -> Finding:
+        printed, note = cell.case.printed.get(score), "not measured" if cell.runs else "not run"
+        why = cell.why_not
+        return Finding(cell.case.row, cell.case.label, score, math.nan, None, len(cell.runs), printed, why, note)
+
+    def _mean(self, cell: Cell, score: str, values: list[float]) -> tuple[float, float | None]:
+        """Mean and deviation, if every run has a value; relative to another method where the recipe says so."""
+        if any(map(math.isnan, values)):
             return math.nan, None
-        mean, sd = statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None
+        mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
         base = self.recipe.relative_to
         if base is None or cell.case.label == base:
             return mean, sd
@@ -144,6 +165,13 @@ def reproduce(
     with the reason.
     """
     chosen = _chosen(recipe, rows)
+    options = dict(settings or {})
+    Wishes(options.get("engine", "auto"))
+    find_device(options.get("device", "auto"))
+    if options.get("data_dir") is not None and not Path(options["data_dir"]).is_dir():
+        raise ConfigError(f"--data-dir {options['data_dir']} is no folder")
+    if rounds is not None and rounds < 1:
+        raise ConfigError(f"rounds must be at least 1, not {rounds}")
     seeds = (recipe.seeds if scale == "paper" else 1) if seeds is None else seeds
     folds = (recipe.folds if scale == "paper" or recipe.folds is None else 1) if folds is None else folds
     if seeds < 1 or (folds is not None and not 1 <= folds <= 5):
@@ -151,26 +179,37 @@ def reproduce(
     if folds is not None and recipe.folds is None:
         raise ConfigError(f"{recipe.name} does not hold clients out in folds")
     by_row: dict[str, list[Cell]] = {}
-    skipped: set[str] = set()
-    seen: set[tuple[str, str]] = set()
     for case in recipe.cases:
-        config = scaled(recipe, case, scale, rounds).change(dict(settings or {}))
+        config = scaled(recipe, case, scale, rounds).change(options)
         by_row.setdefault(case.row, []).append(Cell(case, config))
+    repeats = [(seed, fold) for seed in range(seeds) for fold in (range(folds) if folds else [None])]
+    seen: set[tuple[str, str]] = set()
     for row, cells in by_row.items():
         kind = (cells[0].config.data, cells[0].config.model)
         if row not in chosen:
-            by_row[row] = [replace(cell, why_not="not chosen by --rows") for cell in cells]
+            by_row[row] = _left_out(recipe, cells, repeats, out, "not chosen by --rows")
         elif scale == "smoke" and kind in seen:
-            by_row[row] = [replace(cell, why_not="smoke runs one row of each data set and model") for cell in cells]
+            by_row[row] = _left_out(recipe, cells, repeats, out, "smoke runs one row of each data set and model")
         else:
             seen.add(kind)
-            continue
-        skipped.add(row)
-    repeats = [(seed, fold) for seed in range(seeds) for fold in (range(folds) if folds else [None])]
-    for row, cells in by_row.items():
-        if row not in skipped:
             by_row[row] = _run_row(recipe, row, cells, repeats, out, scale, console)
-    return Reproduction(recipe, scale, out / recipe.name, tuple(cell for cells in by_row.values() for cell in cells))
+    folder = out / (recipe.name if scale == "paper" else f"{recipe.name}-{scale}")
+    return Reproduction(recipe, scale, folder, tuple(cell for cells in by_row.values() for cell in cells))
+
+
+def _left_out(
+    recipe: Recipe, cells: list[Cell], repeats: list[tuple[int, int | None]], out: Path, why_not: str
+) -> list[Cell]:
+    """A row that is not to be run: with what was run of it before, if that is all of it."""
+    found = []
+    for cell in cells:
+        runs: list[Run] = []
+        with suppress(FedloomError):
+            jobs = [_job(recipe, cell.config, out, *repeat) for repeat in repeats]
+            if all(is_finished(job.folder) for job in jobs):
+                runs = [load_run(job.folder) for job in jobs]
+        found.append(replace(cell, runs=tuple(runs), why_not="" if runs else why_not, asked=False))
+    return found
 
 
 def _chosen(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
@@ -179,6 +218,8 @@ def _chosen(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
         return recipe.rows
     found = []
     for text in wanted:
+        if not text.strip("/ "):
+            raise ConfigError("--rows names no row")
         parts = [part for part in text.split("/") if part]
         matching = [row for row in recipe.rows if row == text or set(parts) <= set(row.split("/"))]
         if not matching:
@@ -198,6 +239,7 @@ def _run_row(
 ) -> list[Cell]:
     """All methods of a row, in lockstep where they can be."""
     try:
+        load_data(**replace(cells[0].config, seed=repeats[0][0], fold=repeats[0][1]).settled().dealing)
         planned = [[_job(recipe, cell.config, out, *repeat) for repeat in repeats] for cell in cells]
         why_not = _too_long(recipe, [job for jobs in planned for job in jobs]) if scale == "paper" else ""
     except FedloomError as error:
@@ -241,6 +283,8 @@ def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
         for i in range(0, len(told), at_once):
             try:
                 start_runs(told[i : i + at_once], resume=True)
+            except InUse:
+                raise
             except FedloomError as error:
                 problems |= {job.folder: _told(error) for job in told[i : i + at_once]}
     return problems
@@ -258,19 +302,30 @@ def _try(job: Job) -> tuple[str, bool]:
 def _job(recipe: Recipe, config: RunConfig, out: Path, seed: int, fold: int | None) -> Job:
     """One run of a case, and where it lies."""
     config = replace(config, seed=seed, fold=fold).settled()
-    federation = load_data(**config.dealing)
     method = Method(config.method)
-    if recipe.force is not None:
-        at = min(recipe.force, config.rounds) - 1
-        cohort = worst_cohort(federation, cohort_size(config.per_round, len(federation)))
-        method = method + Method(f"fixed(cohorts=[{cohort}], works=[{at}])")
-    rounds = rounds_for(method, config, len(federation))
+    clients = training_clients(config)
+    if clients is None or recipe.force is not None:
+        federation = load_data(**config.dealing)
+        clients = len(federation)
+        if recipe.force is not None:
+            at = min(recipe.force, config.rounds) - 1
+            cohort = worst_cohort(federation, cohort_size(config.per_round, clients))
+            method = method + Method(f"fixed(cohorts=[{cohort}], works=[{at}])")
+    rounds = rounds_for(method, config, clients)
     config = replace(config, method=method.text, rounds=rounds)
     settings = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
     place = f"{slug(config.data)[:40]}-{slug(config.model)[:30]}-{slug(method.text)[:40]}-{digest}"
     end = f"seed-{seed}" if fold is None else f"seed-{seed}-fold-{fold}"
     return Job(config, out / "runs" / place / end)
+
+
+def training_clients(config: RunConfig) -> int | None:
+    """How many clients train, where that is known without the data."""
+    if config.clients is None or config.fold is None:
+        return config.clients
+    blocks = [len(block) for block in np.array_split(np.arange(config.clients), FOLDS)]
+    return config.clients - blocks[config.fold] - blocks[0]
 
 
 def _too_long(recipe: Recipe, jobs: list[Job]) -> str:

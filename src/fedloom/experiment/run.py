@@ -28,6 +28,7 @@ from fedloom.experiment.folder import (
     is_finished,
     json_line,
     load_run,
+    rounds_played,
     write_model,
     write_text,
 )
@@ -105,7 +106,7 @@ def start_runs(jobs: Sequence[Job], *, overwrite: bool = False, resume: bool = F
 
         def finished(k: int, result: Result) -> None:
             i = places[k]
-            write_model(jobs[i].folder / MODEL, result.model)
+            write_model(jobs[i].folder / MODEL, result.model, len(result.history))
             done[i] = Run(jobs[i].folder, begun[i][2], [json.loads(json_line(row)) for row in result.history])
 
         if len(trainings) == 1:
@@ -185,6 +186,9 @@ def _same_settings(run: Run, config: RunConfig) -> Run:
     """A finished run stands for other settings only if they can't have changed its result."""
     if not run.history:
         raise RunError(f"{run.folder / METRICS} is empty although the run has finished; remove the folder to repeat it")
+    played = rounds_played(run.folder)
+    if played is not None and played != len(run.history):
+        raise RunError(f"{run.folder / METRICS} has {len(run.history)} lines, but the run played {played} rounds")
     then, now = asdict(run.config), asdict(config)
     changed = [
         f"{name} was {then[name]}, now {now[name]}" for name in now if name not in FREE and then[name] != now[name]

@@ -71,9 +71,9 @@ def _last(history: History, key: str) -> float:
     return series.scale * series.values[-1] if series.lines else math.nan
 
 
-def _mean(history: History, key: str, last: float = math.inf) -> float:
+def _mean(history: History, key: str, last: int | None = None) -> float:
     series = Series.of(history, key)
-    values = series.values if math.isinf(last) else series.values[-int(last) :]
+    values = series.values if last is None else series.values[-last:]
     return series.scale * statistics.fmean(values) if values else math.nan
 
 
@@ -100,7 +100,7 @@ def _first(history: History, key: str, above: float) -> float:
     return _number(next(reached, {}).get("works"))
 
 
-def _drop(history: History, key: str, round: float) -> float:
+def _drop(history: History, key: str, round: int) -> float:
     series = Series.of(history, key)
     before = [value for line, value in zip(series.lines, series.values, strict=True) if line["round"] < round]
     at = [value for line, value in zip(series.lines, series.values, strict=True) if line["round"] == round]
@@ -117,16 +117,36 @@ def _pearson(history: History, key: str, other: str) -> float:
     return pearson([a for a, _ in known], [b for _, b in known]) if known else math.nan
 
 
-FUNCTIONS: dict[str, tuple[Callable[..., float], int, dict[str, type]]] = {  # function, keys, named values
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError
+    return float(text)
+
+
+def _key(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
+FUNCTIONS: dict[
+    str, tuple[Callable[..., float], int, dict[str, Callable[[str], Any]]]
+] = {  # function, keys, named values
     "last": (_last, 1, {}),
-    "mean": (_mean, 1, {"last": float}),
+    "mean": (_mean, 1, {"last": _count}),
     "max": (_max, 1, {}),
     "min": (_min, 1, {}),
     "argmax": (_argmax, 1, {}),
     "argmin": (_argmin, 1, {}),
-    "first": (_first, 1, {"above": float}),
-    "drop": (_drop, 1, {"round": float}),
-    "best": (_best, 1, {"by": str}),
+    "first": (_first, 1, {"above": _finite}),
+    "drop": (_drop, 1, {"round": _count}),
+    "best": (_best, 1, {"by": _key}),
     "pearson": (_pearson, 2, {}),
 }
 NEEDED = {"first": "above", "drop": "round", "best": "by"}
@@ -154,7 +174,10 @@ class Score:
             raise ConfigError(f"unknown score {found[1]!r}: {nearest(found[1], FUNCTIONS)}")
         function, keys, kinds = FUNCTIONS[found[1]]
         parts = [part.strip() for part in found[2].split(",")]
-        named = dict(re.split(r"\s*=\s*", part, maxsplit=1) for part in parts if "=" in part)
+        pairs = [re.split(r"\s*=\s*", part, maxsplit=1) for part in parts if "=" in part]
+        named: dict[str, str] = dict(pairs)
+        if len(named) < len(pairs):
+            raise ConfigError(f"{text}: a value is given twice")
         plain = tuple(part for part in parts if "=" not in part)
         for name in named:
             if name not in kinds:
@@ -166,8 +189,13 @@ class Score:
         try:
             values = tuple((name, kinds[name](value)) for name, value in named.items())
         except ValueError:
-            raise ConfigError(f"{text}: expected a number after =") from None
+            raise ConfigError(f"{text}: what stands after = has no meaning there") from None
         return cls(text, function, plain, values)
+
+    def measured(self, history: History) -> bool:
+        """Has the run what it reads?"""
+        read = (*self.keys, *(value for _, value in self.named if isinstance(value, str)))
+        return all(any(key in line for line in history) for key in read)
 
     def of(self, history: History) -> float:
         """nan where the run has not measured it, or never reached it."""

@@ -30,19 +30,23 @@ def compare_all(baseline: Sequence[float], others: Sequence[Sequence[float]]) ->
     >>> compare_all([0.5, 0.6], [[0.7, 0.7]])[0].why
     'too few seeds to test'
     """
-    gains = [np.asarray(scores, dtype=float) - np.asarray(baseline, dtype=float) for scores in others]
-    whole = [gain for gain in gains if np.isfinite(gain).all()]
-    tested = bool(whole) and enough(len(baseline), len(whole))
-    corrected = iter(holm([wilcoxon(gain) for gain in whole]) if tested else [])
+    # Rounded, since the last bits of two equal differences of shares differ, and ranks would be made of that.
+    gains = [np.round(np.asarray(scores, dtype=float) - np.asarray(baseline, dtype=float), 12) for scores in others]
+    whole = [bool(np.isfinite(gain).all()) for gain in gains]
+    tested = enough(len(baseline), len(gains))
+    # One that diverged counts among the tests: how many there are is settled before their outcome.
+    corrected = holm([wilcoxon(gain) if good else 1.0 for gain, good in zip(gains, whole, strict=True)])
+    blamed = "diverged" if np.isfinite(baseline).all() else "the baseline diverged"
     found = []
-    for gain in gains:
-        if not np.isfinite(gain).all():
-            found.append(Paired(math.nan, math.nan, math.nan, int((gain > 0).sum()), len(gain), None, "diverged"))
+    for gain, good, p in zip(gains, whole, corrected, strict=True):
+        wins = int((gain > 0).sum())
+        if not good:
+            found.append(Paired(math.nan, math.nan, math.nan, wins, len(gain), None, blamed))
             continue
         low, high = interval(gain)
-        p = next(corrected) if tested else None
-        why = "" if tested else TOO_FEW
-        found.append(Paired(float(gain.mean()), low, high, int((gain > 0).sum()), len(gain), p, why))
+        found.append(
+            Paired(float(gain.mean()), low, high, wins, len(gain), p if tested else None, "" if tested else TOO_FEW)
+        )
     return found
 
 
@@ -50,7 +54,7 @@ def enough(seeds: int, methods: int) -> bool:
     """Could a test find anything? The smallest p-value that so many seeds allow is 2 / 2^seeds, before its correction
     for the number of methods.
     """
-    return methods * 2.0 ** (1 - seeds) <= LEVEL
+    return methods > 0 and methods * 2.0 ** (1 - seeds) <= LEVEL
 
 
 def interval(gain: np.ndarray) -> tuple[float, float]:

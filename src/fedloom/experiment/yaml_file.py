@@ -9,7 +9,9 @@ Places = dict[tuple[str, ...], str]  # from the keys on the way down to the begi
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
-    """What a file sets, and where; whatever is wrong with it is told with its line."""
+    """What a file sets, and where; whatever is wrong with it is told with its line. Keys are texts, as written: 10 and
+    yes too.
+    """
     import yaml
 
     try:
@@ -18,8 +20,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
         raise ConfigError(f"the file {path} can't be read: {error}") from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
         places = _places(node, str(path), ())
+        values = None if node is None else yaml.SafeLoader("").construct_document(node)
     except ConfigError:
         raise
     except Exception as error:  # a hostile file may fail anywhere inside of the parser
@@ -38,6 +40,8 @@ def _places(node: Any, file: str, above: tuple[str, ...]) -> Places:
         return {}
     found: Places = {}
     for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            key.tag = "tag:yaml.org,2002:str"
         place, at = f"{file}, line {key.start_mark.line + 1}: ", (*above, str(key.value))
         if at in found:
             raise ConfigError(f"{place}{key.value!r} is set twice")

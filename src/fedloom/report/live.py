@@ -102,6 +102,8 @@ def serve(root: Path, host: str, port: int, *, say: Callable[[str], None], show:
         say(
             f"warning: everyone who can reach {host} can read these runs; leave --host out to keep them to this machine"
         )
+    if not root.exists():
+        say(f"there is no {root} yet; runs will appear when it is there")
     hub = Hub(Watch(root.resolve()))
 
     class Server(uvicorn.Server):

@@ -29,10 +29,7 @@ def number(value: float, sd: float | None = None) -> str:
 
 def cells(finding: Finding) -> list[str]:
     printed = finding.printed
-    if finding.why_not and not finding.runs:
-        measured = "not run"
-    else:
-        measured = "not reached" if math.isnan(finding.mean) else number(finding.mean, finding.sd)
+    measured = number(finding.mean, finding.sd) if finding.told else finding.note or "-"
     return [
         finding.row,
         finding.label,
@@ -60,6 +57,19 @@ def reasons(found: Reproduction) -> dict[str, list[str]]:
     return told
 
 
+def remarks(found: Reproduction) -> list[str]:
+    """Whatever was not run or not measured, and why."""
+    lines = [f"not run: {', '.join(whom)}: {why}" for why, whom in reasons(found).items()]
+    unmeasured: dict[str, list[str]] = {}
+    for finding in found.findings():
+        if finding.note == "not measured":
+            unmeasured.setdefault(finding.score, []).append(f"{finding.row} ({finding.label})")
+    for score, whom in unmeasured.items():
+        text = found.recipe.scores[score].text
+        lines.append(f"not measured: {', '.join(whom)}: no run has what the score {score}, {text}, reads")
+    return lines
+
+
 def table(found: Reproduction) -> Table:
     shown = Table(title=f"{found.recipe.title}{_size(found)}")
     for i, heading in enumerate(HEADINGS):
@@ -81,8 +91,8 @@ def markdown(found: Reproduction, command: str) -> str:
     lines = [f"# {recipe.title} ({recipe.paper})", "", recipe.about, "", f"`{command}`", ""]
     lines += ["| " + " | ".join(HEADINGS) + " |", "| " + " | ".join(["---"] * len(HEADINGS)) + " |"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(f)) + " |" for f in found.findings()]
-    for why, whom in reasons(found).items():
-        lines += ["", f"Not run: {', '.join(whom)}: {why}"]
+    for remark in remarks(found):
+        lines += ["", remark]
     return "\n".join(lines) + "\n"
 
 
@@ -90,12 +100,12 @@ def csv_text(found: Reproduction) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     heads = ["recipe", "scale", "row", "label", "method", "score", "measured", "sd", "runs", "printed", "printed_sd"]
-    writer.writerow([*heads, "difference", "not_run"])
+    writer.writerow([*heads, "difference", "note", "not_run"])
     methods = {(cell.case.row, cell.case.label): cell.config.method for cell in found.cells}
     for f in found.findings():
         printed = (None, None) if f.printed is None else (f.printed.mean, f.printed.sd)
         who = [found.recipe.name, found.scale, f.row, f.label, methods[f.row, f.label], f.score]
-        told = [*who, f.mean, f.sd, f.runs, *printed, f.difference, f.why_not]
+        told = [*who, f.mean, f.sd, f.runs, *printed, f.difference, f.note, f.why_not]
         writer.writerow(["" if value is None or value != value else value for value in told])
     return out.getvalue()
 
@@ -132,9 +142,7 @@ def page(found: Reproduction, runs: list[Run], labels: list[str]) -> str:
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS)
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in cells(finding)) for finding in found.findings()]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    missing = "".join(
-        f"<p>Not run: {html.escape(', '.join(whom))}: {html.escape(why)}</p>" for why, whom in reasons(found).items()
-    )
+    missing = "".join(f"<p>{html.escape(remark)}</p>" for remark in remarks(found))
     top = (
         f"<p>{html.escape(found.recipe.about)} ({html.escape(found.recipe.paper)})</p><section><h2>Measured beside "
         f'printed{html.escape(_size(found))}</h2><div class="wide"><table class="findings">'

@@ -26,7 +26,7 @@ def size(count: float) -> str:
 def spread(values: list[float]) -> str:
     """Mean and standard deviation in percent."""
     mean = statistics.fmean(values)
-    if math.isnan(mean):
+    if not all(map(math.isfinite, values)):
         return "diverged"
     deviation = f" ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{100 * mean:.2f}{deviation}"
@@ -50,14 +50,15 @@ def verdict(row: Row) -> str:
 
 def cells(row: Row) -> list[str]:
     works, sent = row.works_to_target, row.bytes_to_target
+    never = "-" if row.target is None else "not reached"
     return [
         row.method,
         spread(row.finals),
         spread(row.tails),
         difference(row),
         verdict(row),
-        "not reached" if works is None else f"{works:.1f}",
-        "not reached" if sent is None else size(sent),
+        never if works is None else f"{works:.1f}",
+        never if sent is None else size(sent),
         f"{row.works:.0f}",
         size(row.uplink),
     ]
@@ -65,7 +66,7 @@ def cells(row: Row) -> list[str]:
 
 def headings(comparison: Comparison) -> list[str]:
     over = f", mean ± sd of {comparison.seeds} seeds" if comparison.seeds > 1 else ""
-    target = f"{100 * comparison.target:.1f} %"
+    target = "the target" if comparison.target is None else f"{100 * comparison.target:.1f} %"
     return [
         "method",
         f"test {comparison.config.metric} %{over}",
@@ -94,6 +95,17 @@ def table(comparison: Comparison) -> Table:
         best = means and row.mean == max(means)
         shown.add_row(*(told[i] for i in IN_THE_TERMINAL), style="bold" if best else "")
     return shown
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """Methods that had nothing to average in some rounds: their model stood still, however good it looks."""
+    told = []
+    for row in comparison.rows:
+        lines = [line for run in row.runs for line in run.history]
+        idle = sum(line["answered"] <= line["diverged"] for line in lines)
+        if idle:
+            told.append(f"{row.method}: in {idle} of {len(lines)} rounds no client sent a finite update")
+    return told
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -144,7 +156,8 @@ def _csv(lines: list[list[Any]]) -> str:
 def markdown(comparison: Comparison) -> str:
     """A table for a README or a pull request."""
     lines = [headings(comparison), ["---"] * len(headings(comparison)), *(cells(row) for row in comparison.rows)]
-    return "".join("| " + " | ".join(_bar(cell) for cell in line) + " |\n" for line in lines)
+    table = "".join("| " + " | ".join(_bar(cell) for cell in line) + " |\n" for line in lines)
+    return table + "".join(f"\n{_bar(remark)}\n" for remark in remarks(comparison))
 
 
 def _bar(cell: str) -> str:

@@ -75,6 +75,7 @@ class Score:
         seen = self._loss(event) if self.objective == "train-loss" else self._measured(event)
         if seen is not None:
             self.value, self.diverged = seen, not math.isfinite(seen)
+        self.diverged |= 0 < event.metrics["answered"] <= event.metrics["diverged"]  # nobody has anything to average
         if event.round == event.rounds:
             self.diverged |= self.value is None or not bool(torch.isfinite(event.params).all())
 

@@ -65,7 +65,12 @@ class Tuning:
             config.change({"rounds": rounds_for(Method(config.method), config, self.clients)}) for config in found
         ]
         alone = len(self.rows) == 1
-        return {BEST if alone else f"best-{slug(config.method)}.yaml": config for config in settled}
+        files = [
+            BEST if alone else f"best-{i}-{slug(row.trials.template.name)}.yaml"
+            for i, row in enumerate(self.rows, 1)
+            if row.config(self.plan) is not None
+        ]
+        return dict(zip(files, settled, strict=True))
 
     def described(self, row: Row, trial: "FrozenTrial") -> str:
         """A trial's method, and its local settings."""
@@ -93,11 +98,7 @@ def _out(name: str) -> str:
 def write_files(tuning: Tuning) -> None:
     """trials.csv, and a config file for each method's best so far."""
     write_text(tuning.folder / TRIALS_FILE, csv_text(tuning))
-    configs = tuning.configs()
-    for old in tuning.folder.glob("best*.yaml"):
-        if old.name not in (*configs, BEST):
-            old.unlink()  # the best of before
-    for name, config in configs.items():
+    for name, config in tuning.configs().items():
         write_text(tuning.folder / name, config.yaml())
     if len(tuning.rows) > 1 and not tuning.plan.templates[0].local:  # what all have in common, for a comparison
         write_text(tuning.folder / BEST, tuning.plan.config.yaml())
