@@ -275,7 +275,7 @@ def test_the_page_of_a_recipe(browser: Any, tmp_path: Path) -> None:
     with opened(browser, page.as_uri()) as tab:
         tab.page.wait_for_selector("path.js-line", state="attached")
         text = tab.page.inner_text("body")
-        assert "Not run: even (Never), skewed (Never): fixed: there is no client 99" in text
+        assert "not run: even (Never), skewed (Never): fixed: there is no client 99" in text
         assert "50.00 ± 1.00" in text
         # What a label sets for itself does not keep it from standing beside the others of its row.
         legends = tab.page.locator(".legend").first.inner_text()
