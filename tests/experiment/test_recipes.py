@@ -18,9 +18,10 @@ from fedloom.errors import ConfigError, RunError
 from fedloom.experiment import reproduce as reproducing
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, measure, seconds_for, speed_of
+from fedloom.experiment.findings import Reproduction
 from fedloom.experiment.folder import claim
 from fedloom.experiment.recipe import Printed, Recipe, find_recipe, read_recipe, recipe_names
-from fedloom.experiment.reproduce import Reproduction, reproduce, scaled
+from fedloom.experiment.reproduce import reproduce, scaled
 from fedloom.experiment.run import prepare_run, start_runs
 from fedloom.experiment.score import Score
 from fedloom.report import reproduction
@@ -523,3 +524,30 @@ def test_a_recipe_called_runs(tmp_path: Path) -> None:
     (tmp_path / "runs.yaml").write_text(SMALL)
     with pytest.raises(ConfigError, match="can't be called runs"):
         find_recipe(str(tmp_path / "runs.yaml"))
+
+
+def test_what_was_run_needs_no_data_any_more(tmp_path: Path) -> None:
+    """Runs may be made where the data are, and looked at elsewhere."""
+    text = SMALL.replace("data: digits", f"data: \"table(path='{tmp_path}/t.csv', client=who, label=y)\"")
+    text = text.replace("partition: classes(per_client=2)", "partition: iid").replace(
+        "model: logistic", "model: logistic"
+    )
+    rng = np.random.default_rng(0)
+    lines = [f"{k % 10},{rng.normal():.3f},{k % 3}" for k in range(200)]
+    (tmp_path / "t.csv").write_text("who,x,y\n" + "\n".join(lines) + "\n")
+    text = text.replace("last(theta_norm)", "last(train_loss)")
+    recipe = read_recipe(written(text, tmp_path))
+    first = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, rows=["skewed"])
+    (tmp_path / "t.csv").unlink()
+    again = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, rows=["skewed"])
+    assert [f.mean for f in again.findings() if f.told] == [f.mean for f in first.findings() if f.told]
+    assert any(f.told for f in again.findings())
+
+
+def test_a_method_that_needs_more_works_is_left_out_alone(tmp_path: Path) -> None:
+    recipe = read_recipe(written(SMALL, tmp_path))
+    found = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, rounds=2, rows=["skewed"])
+    assert {why: whom for why, whom in reproduction.reasons(found).items() if "averages once" in why} == {
+        "radfed(redistributions=3) averages once in 3 Works; --rounds 2 is too few for it": ["skewed/2 (RADFed)"]
+    }
+    assert all(cell.runs for cell in found.cells if cell.case.label == "FedAvg" and cell.asked)

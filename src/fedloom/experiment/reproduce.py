@@ -7,10 +7,9 @@ interrupted goes on.
 import hashlib
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom.experiment.compare import TOGETHER, rounds_for, slug
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, seconds_for
+from fedloom.experiment.findings import Cell, Reproduction
 from fedloom.experiment.folder import InUse, Run, is_finished, load_run
 from fedloom.experiment.progress import Watch
-from fedloom.experiment.recipe import SCALES, Case, Printed, Recipe
+from fedloom.experiment.recipe import SCALES, Case, Recipe
 from fedloom.experiment.run import Job, load_data, prepare_run, start_runs
 from fedloom.method import Method
 from fedloom.simulation import cohort_size, find_device
@@ -36,97 +36,6 @@ LONGEST_WITHOUT_GPU = 24 * 3600.0  # seconds that a row may take before somebody
 # Settings that are not part of a run's name: they are in the folder's, or can't change its result.
 ELSEWHERE = {"seed", "fold", "device", "engine", "compile", "max_memory", "data_dir", "checkpoint_every"}
 SMOKE: dict[str, Any] = {"samples": 60, "steps": 1, "epochs": 1, "patience": None, "eval_every": 1_000_000}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One method in one row, as far as it was run."""
-
-    case: Case
-    config: RunConfig  # as it was run, but for seed and fold
-    runs: tuple[Run, ...] = ()
-    why_not: str = ""
-    asked: bool = True  # False: its row was not to be run this time
-
-    def values(self, recipe: Recipe, score: str) -> list[float]:
-        return [recipe.scores[score].of(run.history) for run in self.runs]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A score of one method in one row, measured beside printed."""
-
-    row: str
-    label: str
-    score: str
-    mean: float
-    sd: float | None
-    runs: int
-    printed: Printed | None
-    why_not: str = ""
-    note: str = ""  # why there is no mean although it was run
-
-    @property
-    def difference(self) -> float:
-        return math.nan if self.printed is None else self.mean - self.printed.mean
-
-    @property
-    def told(self) -> bool:
-        return not math.isnan(self.mean)
-
-    @property
-    def deviations(self) -> float:
-        """The difference in printed standard deviations."""
-        return math.nan if self.printed is None or not self.printed.sd else self.difference / self.printed.sd
-
-
-@dataclass(frozen=True)
-class Reproduction:
-    """The outcome of `reproduce`."""
-
-    recipe: Recipe
-    scale: str
-    folder: Path
-    cells: tuple[Cell, ...]
-
-    def findings(self) -> list[Finding]:
-        """Every score of every cell that was run or was to be run; one that nobody printed and that these runs do not
-        measure is left out.
-        """
-        found = []
-        for cell in self.cells:
-            if not cell.asked and not cell.runs:
-                continue
-            told = [finding for score in self.recipe.scores if (finding := self._finding(cell, score)) is not None]
-            found += told or [self._empty(cell, next(iter(self.recipe.scores)))]
-        return found
-
-    def _finding(self, cell: Cell, score: str) -> Finding | None:
-        function, printed = self.recipe.scores[score], cell.case.printed.get(score)
-        if not any(function.measured(run.history) for run in cell.runs):
-            return None if printed is None else self._empty(cell, score)
-        values = cell.values(self.recipe, score)
-        mean, sd = self._mean(cell, score, values)
-        lost = "not reached" if function.text.startswith("first(") else "diverged"
-        note = lost if any(map(math.isnan, values)) else ""
-        return Finding(cell.case.row, cell.case.label, score, mean, sd, len(values), printed, cell.why_not, note)
-
-    def _empty(self, cell: Cell, score: str) -> Finding:
-        printed, note = cell.case.printed.get(score), "not measured" if cell.runs else "not run"
-        why = cell.why_not
-        return Finding(cell.case.row, cell.case.label, score, math.nan, None, len(cell.runs), printed, why, note)
-
-    def _mean(self, cell: Cell, score: str, values: list[float]) -> tuple[float, float | None]:
-        """Mean and deviation, if every run has a value; relative to another method where the recipe says so."""
-        if any(map(math.isnan, values)):
-            return math.nan, None
-        mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
-        base = self.recipe.relative_to
-        if base is None or cell.case.label == base:
-            return mean, sd
-        other = next(c for c in self.cells if c.case.row == cell.case.row and c.case.label == base)
-        reference = statistics.fmean(other.values(self.recipe, score) or [0.0])
-        return (100 * (mean / reference - 1) if reference else math.nan), None
 
 
 def scaled(recipe: Recipe, case: Case, scale: str, rounds: int | None = None) -> RunConfig:
@@ -238,22 +147,30 @@ def _run_row(
     console: Console,
 ) -> list[Cell]:
     """All methods of a row, in lockstep where they can be."""
-    try:
-        load_data(**replace(cells[0].config, seed=repeats[0][0], fold=repeats[0][1]).settled().dealing)
-        planned = [[_job(recipe, cell.config, out, *repeat) for repeat in repeats] for cell in cells]
-        why_not = _too_long(recipe, [job for jobs in planned for job in jobs]) if scale == "paper" else ""
-    except FedloomError as error:
-        return [replace(cell, why_not=_told(error)) for cell in cells]
-    if why_not:
-        return [replace(cell, why_not=why_not) for cell in cells]
+    planned: list[list[Job]] = []
+    for i, cell in enumerate(cells):
+        try:
+            planned.append([_job(recipe, cell.config, out, *repeat) for repeat in repeats])
+        except FedloomError as error:  # a method that can't be planned does not keep the others from running
+            planned.append([])
+            cells[i] = replace(cell, why_not=_told(error))
+    jobs = {job.folder: job for own in planned for job in own}  # two labels may be the same run
+    left = [job for job in jobs.values() if not is_finished(job.folder)]
+    if left:
+        try:
+            load_data(**left[0].config.dealing)
+            why_not = _too_long(left) if scale == "paper" else ""
+        except FedloomError as error:
+            why_not = _told(error)
+        if why_not:
+            return [replace(cell, why_not=cell.why_not or why_not) for cell in cells]
     console.print(f"{recipe.name}: {row}", highlight=False, markup=False, soft_wrap=True)
-    jobs = {job.folder: job for one in planned for job in one}  # two labels may be the same run
-    problems = _run(list(jobs.values()), console)
+    problems = _run(left, console)
     done = []
     for cell, own in zip(cells, planned, strict=True):
         runs = tuple(load_run(job.folder) for job in own if is_finished(job.folder))
         missing = [problems[job.folder] for job in own if not is_finished(job.folder)]
-        done.append(replace(cell, runs=runs, why_not=missing[0] if missing else ""))
+        done.append(replace(cell, runs=runs, why_not=cell.why_not or (missing[0] if missing else "")))
     return done
 
 
@@ -264,8 +181,6 @@ def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
     tried: dict[Path, str] = {}
     vector = True
     for job in jobs:
-        if is_finished(job.folder):
-            continue
         kind = job.folder.parent  # seeds differ in nothing that could be refused
         if kind not in tried:  # whatever is wrong with one method does not keep the others from running
             tried[kind], by_vector = _try(job)
@@ -328,12 +243,12 @@ def training_clients(config: RunConfig) -> int | None:
     return config.clients - blocks[config.fold] - blocks[0]
 
 
-def _too_long(recipe: Recipe, jobs: list[Job]) -> str:
-    """Why a row should not be run without a GPU, unless somebody says so."""
+def _too_long(jobs: list[Job]) -> str:
+    """Why these should not be run without a GPU, unless somebody says so."""
     first = jobs[0].config
     if first.device != "auto" or find_device("auto").type != "cpu":
         return ""
-    seconds = sum(seconds_for(job.config) for job in jobs if not is_finished(job.folder))
+    seconds = sum(seconds_for(job.config) for job in jobs)
     if seconds <= LONGEST_WITHOUT_GPU:
         return ""
     return f"it needs a GPU: about {duration(seconds)} on this CPU; --device cpu runs it all the same"

@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.table import Table
 
 from fedloom.experiment.config import RunConfig
+from fedloom.experiment.findings import Finding, Reproduction
 from fedloom.experiment.folder import Run, write_text
-from fedloom.experiment.reproduce import Finding, Reproduction
 from fedloom.report.figures import write as draw
 from fedloom.report.page import runs_page
 

@@ -1,0 +1,101 @@
+"""What a recipe came to: every score of every method in every row, measured beside printed."""
+
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom.experiment.config import RunConfig
+from fedloom.experiment.folder import Run
+from fedloom.experiment.recipe import Case, Printed, Recipe
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method in one row, as far as it was run."""
+
+    case: Case
+    config: RunConfig  # as it was run, but for seed and fold
+    runs: tuple[Run, ...] = ()
+    why_not: str = ""
+    asked: bool = True  # False: its row was not to be run this time
+
+    def values(self, recipe: Recipe, score: str) -> list[float]:
+        return [recipe.scores[score].of(run.history) for run in self.runs]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A score of one method in one row, measured beside printed."""
+
+    row: str
+    label: str
+    score: str
+    mean: float
+    sd: float | None
+    runs: int
+    printed: Printed | None
+    why_not: str = ""
+    note: str = ""  # why there is no mean although it was run
+
+    @property
+    def difference(self) -> float:
+        return math.nan if self.printed is None else self.mean - self.printed.mean
+
+    @property
+    def told(self) -> bool:
+        return not math.isnan(self.mean)
+
+    @property
+    def deviations(self) -> float:
+        """The difference in printed standard deviations."""
+        return math.nan if self.printed is None or not self.printed.sd else self.difference / self.printed.sd
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """The outcome of `reproduce`."""
+
+    recipe: Recipe
+    scale: str
+    folder: Path
+    cells: tuple[Cell, ...]
+
+    def findings(self) -> list[Finding]:
+        """Every score of every cell that was run or was to be run; one that nobody printed and that these runs do not
+        measure is left out.
+        """
+        found = []
+        for cell in self.cells:
+            if not cell.asked and not cell.runs:
+                continue
+            told = [finding for score in self.recipe.scores if (finding := self._finding(cell, score)) is not None]
+            found += told or [self._empty(cell, next(iter(self.recipe.scores)))]
+        return found
+
+    def _finding(self, cell: Cell, score: str) -> Finding | None:
+        function, printed = self.recipe.scores[score], cell.case.printed.get(score)
+        if not any(function.measured(run.history) for run in cell.runs):
+            return None if printed is None else self._empty(cell, score)
+        values = cell.values(self.recipe, score)
+        mean, sd = self._mean(cell, score, values)
+        lost = "not reached" if function.text.startswith("first(") else "diverged"
+        note = lost if any(map(math.isnan, values)) else ""
+        return Finding(cell.case.row, cell.case.label, score, mean, sd, len(values), printed, cell.why_not, note)
+
+    def _empty(self, cell: Cell, score: str) -> Finding:
+        printed, note = cell.case.printed.get(score), "not measured" if cell.runs else "not run"
+        why = cell.why_not
+        return Finding(cell.case.row, cell.case.label, score, math.nan, None, len(cell.runs), printed, why, note)
+
+    def _mean(self, cell: Cell, score: str, values: list[float]) -> tuple[float, float | None]:
+        """Mean and deviation, if every run has a value; relative to another method where the recipe says so."""
+        if any(map(math.isnan, values)):
+            return math.nan, None
+        mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+        base = self.recipe.relative_to
+        if base is None or cell.case.label == base:
+            return mean, sd
+        other = next(c for c in self.cells if c.case.row == cell.case.row and c.case.label == base)
+        reference = statistics.fmean(other.values(self.recipe, score) or [0.0])
+        return (100 * (mean / reference - 1) if reference else math.nan), None
