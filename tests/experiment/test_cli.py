@@ -421,7 +421,8 @@ def test_a_terminal_without_signs(tmp_path: Path) -> None:
 
 
 def test_reproduce_and_recipes(tmp_path: Path) -> None:
-    recipe = "title: t\nscores: {a: last(test_accuracy)}\nsettings: {data: digits, clients: 12, model: logistic, rounds: 2}\n"
+    settings = "settings: {data: digits, clients: 12, model: logistic, rounds: 2}\n"
+    recipe = f"title: t\nscores: {{a: last(test_accuracy)}}\n{settings}"
     (tmp_path / "r.yaml").write_text(recipe + "methods: {A: fedavg}\nrows: {x: {printed: {A: 50}}}\n")
     done = fedloom("reproduce", "r.yaml", "--out", "o", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
