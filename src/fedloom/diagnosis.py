@@ -63,11 +63,12 @@ class Diagnosis:
     def begin(self) -> None:
         """A round begins."""
         self.between = {}
+        for one in self.chosen:
+            one.begin()
 
     def heard(self, work: Work, updates: Updates) -> None:
         """A Work has come back."""
-        good = finite(updates)
-        if not len(good) or not self.chosen:
+        if not self.chosen or not len(good := finite(updates)):
             return
         for one in self.chosen:
             for name, value in one.heard(self.simulation, work, good).items():

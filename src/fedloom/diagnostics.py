@@ -43,6 +43,9 @@ class Diagnostic:
         """In a few words."""
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """A round begins."""
+
     def heard(self, simulation: Simulation, work: Work, updates: Updates) -> dict[str, float]:
         """Numbers of one Work; `updates` are those that are finite, at least one."""
         return {}
@@ -203,6 +206,9 @@ class Probe(Diagnostic):
         trained = setup.per_round * simulation.pipeline.schedule.stage.works(setup.per_round)
         return f"all {setup.clients} clients train in every round, beside the {trained:g} of the round"
 
+    def begin(self) -> None:
+        self.sampled = None
+
     def heard(self, simulation: Simulation, work: Work, updates: Updates) -> dict[str, float]:
         if self.sampled is None:  # of the round's first Work: as far as a probe goes
             self.sampled = float(squares(updates.rows).sqrt().mean())
@@ -210,7 +216,6 @@ class Probe(Diagnostic):
 
     def measure(self, look: Look) -> Metrics:
         simulation, setup, sampled = look.simulation, look.simulation.setup, self.sampled
-        self.sampled = None
         groups = setup.space.groups("tensor")
         total, lengths = torch.zeros_like(setup.start), torch.zeros(len(groups), dtype=torch.float64)
         mass, squared = 0.0, []

@@ -81,6 +81,12 @@ def test_values_between_two_aggregations_lie_between_them() -> None:
     assert points["between_acc"] == [0.1, 0.2, 0.3, "nan"] * 2
 
 
+def test_a_value_after_every_work_of_a_round() -> None:
+    rows = [{"round": r, "works": 4.0 * r, "between_divergence_models": [0.1, 0.2, 0.3, 0.4]} for r in (1, 2)]
+    points = columns(RunSeries(rows).parts()["between"])
+    assert points["works"] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -97,10 +97,12 @@ class RunSeries:
         return True
 
     def _add_between(self, axes: Mapping[str, float], lists: Mapping[str, list[Any]]) -> None:
-        """Values between two aggregations, one per Work but the first, evenly placed between the two rounds."""
+        """Values between two aggregations: after each Work of the round, or after each but the last."""
         found = {key: value for key, value in lists.items() if key.startswith("between_") and _all_numbers(value)}
-        for i in range(max(map(len, found.values()), default=0)):
-            share = (i + 1) / (max(map(len, found.values())) + 1)
+        most = max(map(len, found.values()), default=0)
+        works = round(axes.get("works", 0.0) - self._before.get("works", 0.0)) or most + 1
+        for i in range(most):
+            share = (i + 1) / max(works, most)
             start = {name: self._before.get(name, 0.0) for name in axes}
             point: Point = {name: number(start[name] + share * (axes[name] - start[name])) for name in axes}
             self.between.add({**point, **{key: number(value[i]) for key, value in found.items() if i < len(value)}})
