@@ -92,6 +92,24 @@ def test_a_compiled_step_is_the_same_step(
 
 
 @needs_compiler
+def test_dropout_and_batch_norm_compile(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.3), nn.Linear(5, 3)]
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = fl.Federation.from_tensor(x, torch.arange(60) % 3, [0, 16, 24, 40, 60])
+    compilations = watched(monkeypatch)
+    local = fl.Local(epochs=2, batch_size=8, lr=0.01)
+    runs = [
+        fl.fit(nn.Sequential(*layers).double(), data, rounds=2, local=local, engine=engine, compile=way)
+        for engine, way in (("loop", None), ("vector", True))
+    ]
+    assert compilations
+    assert "torch.compile failed" not in caplog.text
+    assert apart(runs[1].params, runs[0].params) < 1e-9
+
+
+@pytest.mark.long  # a C++ compiler is busy for minutes with what is drawn for the crops
+@needs_compiler
 def test_dropout_augmentation_and_batch_norm_compile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
