@@ -100,9 +100,9 @@ class RunSeries:
         """Values between two aggregations: after each Work of the round, or after each but the last."""
         found = {key: value for key, value in lists.items() if key.startswith("between_") and _all_numbers(value)}
         most = max(map(len, found.values()), default=0)
-        works = round(axes.get("works", 0.0) - self._before.get("works", 0.0)) or most + 1
+        works = round(axes.get("works", 0.0) - self._before.get("works", 0.0))
         for i in range(most):
-            share = (i + 1) / max(works, most)
+            share = (i + 1) / (works if works >= most else most + 1)
             start = {name: self._before.get(name, 0.0) for name in axes}
             point: Point = {name: number(start[name] + share * (axes[name] - start[name])) for name in axes}
             self.between.add({**point, **{key: number(value[i]) for key, value in found.items() if i < len(value)}})
