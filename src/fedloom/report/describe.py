@@ -9,18 +9,18 @@ from typing import Any
 
 from fedloom.experiment.compare import Comparison
 from fedloom.experiment.config import RunConfig
-from fedloom.experiment.folder import Run
+from fedloom.experiment.folder import TENSORS, Run
+from fedloom.experiment.run import FREE
 from fedloom.method import Method
 from fedloom.methods.fedglad import Fedglad
 from fedloom.report.series import RunSeries, columns
 
-TENSOR_NAMES = "tensors.json"
 LONGEST_NAMES = 4_000_000  # bytes
 Described = dict[str, Any]
 
 # Runs that differ only in these may be averaged: what is compared, and what can't change a result.
 _OVERLAID = {"method", "seed", "fold", "rounds"}
-_FREE = {"engine", "compile", "max_memory", "device", "precision", "checkpoint_every", "data_dir", "diagnose"}
+_FREE = FREE | {"diagnose"}
 
 # Told apart with all kinds of colour vision, on white and on black; the dash says which round of the colours it is.
 PALETTE = {
@@ -98,7 +98,7 @@ def fedglad_gamma(method: str) -> float | None:
 
 def tensor_names(folder: Path) -> list[str]:
     """The names of a model's tensors; empty where the folder does not tell."""
-    path = folder / TENSOR_NAMES
+    path = folder / TENSORS
     try:
         if path.stat().st_size > LONGEST_NAMES:
             return []

@@ -12,8 +12,8 @@ from typing import Any
 
 from fedloom.errors import FedloomError, RunError
 from fedloom.experiment.config import RunConfig, read_config
-from fedloom.experiment.folder import CONFIG, METRICS, MODEL
-from fedloom.report.describe import TENSOR_NAMES, Described, describe_head, progress, tensor_names
+from fedloom.experiment.folder import CONFIG, METRICS, MODEL, TENSORS
+from fedloom.report.describe import Described, describe_head, progress, tensor_names
 from fedloom.report.series import Point, RunSeries, columns, tail
 from fedloom.report.tail import Tail, open_plain
 
@@ -109,7 +109,7 @@ class Watch:
 
     def _look_at(self, name: str, folder: Path, change: dict[str, Any]) -> None:
         run = self.runs.get(name)
-        once = (_signature(folder / CONFIG), _signature(folder / TENSOR_NAMES))  # else the run is another one
+        once = (_signature(folder / CONFIG), _signature(folder / TENSORS))  # else the run is another one
         all_of_it = (*once, _signature(folder / METRICS))
         if name in self._broken and self._broken[name][0] == all_of_it:
             return
@@ -187,7 +187,7 @@ def _check_shape(text: bytes) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    return tensor_names(folder) if _signature(folder / TENSOR_NAMES)[1] else []
+    return tensor_names(folder) if _signature(folder / TENSORS)[1] else []
 
 
 def _row(line: bytes, number: int) -> dict[str, Any]:
