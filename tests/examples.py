@@ -10,6 +10,7 @@ EXAMPLES = {
     "radfeda": "radfeda(redistributions=2)",
     "radfedi": "radfedi(redistributions=2)",
     "2dlrd": "2dlrd(c=0.5, window=1)",
+    "clip": "clip(norm=0.01)",
     "krum": "krum(byzantine=0)",
     "fedasync": "fedasync(staleness=poly, max_staleness=3)",
     "adabest": "adabest(deploy=latest_of_all)",

@@ -14,7 +14,7 @@ from fedloom.method import REGISTRY, filled_by
 from fedloom.methods.defaults import Mean, Sgd, Synchronous
 from fedloom.stages import SINGLE, Client, Server
 
-EXAMPLES = {"fixed": "fixed(cohorts=[[0]])", "fedavg": "fedavg(lr=0.5)"}
+EXAMPLES = {"clip": "clip(norm=1.0)", "fixed": "fixed(cohorts=[[0]])", "fedavg": "fedavg(lr=0.5)"}
 TEXTS = {e.name: EXAMPLES.get(e.name, e.name) for e in fl.list_methods()}
 
 

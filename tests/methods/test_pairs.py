@@ -17,6 +17,7 @@ from tests import reference
 # Where the bare name would need a parameter, fill nothing, or train for long.
 EXAMPLES = {
     "bernoulli": "bernoulli(rate=0.7)",
+    "clip": "clip(norm=0.05)",
     "fedasync": "fedasync(max_staleness=2, rho=0.1)",
     "fedavg": "fedavg(lr=0.5, weights='equal')",
     "fixed": "fixed(cohorts=[[0, 1, 2, 3, 4], [5, 4, 3, 2, 1]])",
