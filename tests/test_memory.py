@@ -42,6 +42,10 @@ def check(kept: Memory, known: dict[int, float], clients: int = 200) -> None:
         assert torch.equal(row, wanted.double())
 
 
+def everything(kept: Memory) -> dict[str, torch.Tensor]:
+    return kept.tensors(sorted(kept.known(100)), 100)
+
+
 @pytest.fixture
 def maps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each chunk that went to disk."""
@@ -92,9 +96,9 @@ def test_slots_are_used_again() -> None:
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     kept, known = filled(Room(device=30 * ROW, folder=tmp_path))
     other = Memory({"h": "row", "t": "scalar"}, torch.zeros(P, dtype=torch.float64), Room(device=0, folder=tmp_path))
-    other.restore(kept.tensors())
+    other.restore([everything(kept)])
     check(other, known)
-    other.restore(kept.tensors())  # a second time over the first
+    other.restore([everything(kept)])  # a second time over the first
     check(other, known)
 
 
@@ -141,9 +145,9 @@ def test_no_more_than_the_budget_lies_in_memory(budget: int, monkeypatch: pytest
 
 def test_restoring_in_the_middle_of_a_round() -> None:
     kept, _ = filled(Room())
-    saved = kept.tensors()
+    saved = everything(kept)
     kept.write(torch.tensor([500]), 50, {"h": torch.ones(1, P, dtype=torch.float64), "t": torch.ones(1).double()})
-    kept.restore(saved)
+    kept.restore([saved])
     kept.settle()
     assert not kept.read(torch.tensor([500]), 60)["h"].any()
 

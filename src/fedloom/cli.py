@@ -20,6 +20,7 @@ from rich.table import Table
 from fedloom.errors import ConfigError, DataError, FedloomError, RunError
 from fedloom.experiment.config import RunConfig, read_comparison, read_config
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, is_finished, load_run, write_model, write_text
+from fedloom.stopping import why, within
 
 app = typer.Typer(
     help="Federated learning on client data that differ.",
@@ -35,7 +36,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder
 DataDir = Annotated[Path | None, typer.Option(help="Folder of data files and weights, in place of FEDLOOM_DATA.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds.")]
 Figures = Annotated[bool, typer.Option("--figures", help="Write figures for a paper too: PNG and SVG.")]
-
+TimeBudget = Annotated[str | None, typer.Option(help="Stop in time, resumable: '90m', '1h30m'.", show_default="none")]
 Track = Annotated[
     str | None, typer.Option("--track", help="Also log every round to tensorboard, mlflow or wandb, or several: 'a,b'.")
 ]
@@ -90,6 +91,7 @@ def run(
     overwrite: Overwrite = False,
     resume: Resume = False,
     figures: Figures = False,
+    time_budget: TimeBudget = None,
 ) -> None:
     """Train one model with one method."""
     from fedloom.experiment.progress import Watch
@@ -107,7 +109,7 @@ def run(
         return
     known = dataclasses.asdict(settings.settled())
     telling = tracked(trackers, folder, known, title=settings.method, resume=resume)
-    with Watch(settings.rounds, err) as watch, telling as tell:
+    with within(time_budget), Watch(settings.rounds, err) as watch, telling as tell:
         show = watch.callback(settings.method, settings.metric)
         done = start_run(settings, folder, overwrite=overwrite, resume=resume, callbacks=[show, *tell])
     last = done.kept
@@ -137,6 +139,7 @@ def compare(
     overwrite: Overwrite = False,
     resume: Resume = False,
     figures: Figures = False,
+    time_budget: TimeBudget = None,
 ) -> None:
     """Compare methods on equal terms: same data, same starting models, same number of Works."""
     from fedloom.experiment.compare import compare as run_all
@@ -150,18 +153,19 @@ def compare(
     chosen = methods or before["methods"]
     if not chosen:
         raise ConfigError("name at least one method, such as: fedloom compare fedavg adabest")
-    done = run_all(
-        settings,
-        chosen,
-        folder,
-        seeds=seeds if seeds is not None else before["seeds"] or 3,
-        console=err,
-        target=before["target"] if target is None else target,
-        overwrite=overwrite,
-        resume=resume,
-        lockstep=lockstep,
-        track=trackers,
-    )
+    with within(time_budget):
+        done = run_all(
+            settings,
+            chosen,
+            folder,
+            seeds=seeds if seeds is not None else before["seeds"] or 3,
+            console=err,
+            target=before["target"] if target is None else target,
+            overwrite=overwrite,
+            resume=resume,
+            lockstep=lockstep,
+            track=trackers,
+        )
     out.print(table(done))
     for remark in remarks(done):
         out.print(remark, soft_wrap=True, highlight=False, markup=False)
@@ -206,23 +210,25 @@ def reproduce(
         "runs/reproduce"
     ),
     figures: Figures = False,
+    time_budget: TimeBudget = None,
 ) -> None:
     """Run a paper's table or figure, going on where it stopped, and show what was measured beside what was printed."""
     from fedloom.experiment.recipe import find_recipe
     from fedloom.experiment.reproduce import reproduce as run_recipe
     from fedloom.report import reproduction
 
-    found = run_recipe(
-        find_recipe(name),
-        folder,
-        console=err,
-        scale=scale,
-        rows=rows or (),
-        seeds=seeds,
-        folds=folds,
-        rounds=rounds,
-        settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
-    )
+    with within(time_budget):
+        found = run_recipe(
+            find_recipe(name),
+            folder,
+            console=err,
+            scale=scale,
+            rows=rows or (),
+            seeds=seeds,
+            folds=folds,
+            rounds=rounds,
+            settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
+        )
     out.print(reproduction.table(found))
     for remark in reproduction.remarks(found):
         out.print(remark, soft_wrap=True, highlight=False, markup=False)
@@ -262,6 +268,7 @@ def tune(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the study.")] = Path("runs/tune"),
     overwrite: Overwrite = False,
     resume: Resume = False,
+    time_budget: TimeBudget = None,
 ) -> None:
     """Search for good values of methods' parameters and local settings, without a look at the test set."""
     from fedloom.experiment.tune import tune as search_for
@@ -277,9 +284,9 @@ def tune(
     own |= {"search": search} if search else {}
     if not own.get("methods"):
         raise ConfigError("name at least one method, such as: fedloom tune 'fedadam(lr=log(1e-4, 0.1))'")
-    done = search_for(
-        settings, own.pop("methods"), folder, grid=grid, overwrite=overwrite, resume=resume, console=err, **own
-    )
+    how: dict[str, Any] = {"grid": grid, "overwrite": overwrite, "resume": resume, "console": err}
+    with within(time_budget):
+        done = search_for(settings, own.pop("methods"), folder, **how, **own)
     out.print(table(done))
     out.print(f"trials: {folder / 'trials.csv'}", soft_wrap=True, highlight=False)
     for command in done.next_commands:
@@ -499,7 +506,7 @@ def main() -> None:
         code = INTERRUPTED
     if code == INTERRUPTED:  # typer catches the signal itself inside of a command
         resumable = len(sys.argv) > 1 and sys.argv[1] in ("run", "compare", "tune")
-        _complain("interrupted; continue with --resume" if resumable else "interrupted; the same command goes on")
+        _complain(f"{why()}; {'continue with --resume' if resumable else 'the same command goes on'}")
     sys.exit(code)
 
 

@@ -41,6 +41,7 @@ def fit(
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
+    max_diverged: int | None = None,
     diagnose: str | Sequence[str] | None = None,
 ) -> Result:
     """Train a model over a federation.
@@ -53,8 +54,10 @@ def fit(
     averages, as lists `between_test_*` in the round's line.
     With `patience`, the run ends after so many evaluations in which the validation score gained no more than
     `min_gain` of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
-    `checkpoint_every` rounds (None: every half minute, and at the end) and to `resume` from. `diagnose` names what
-    is measured beside it, such as "gsi,similarity" (see `fedloom.diagnosis`).
+    `checkpoint_every` rounds (None: every half minute, and at the end; also on Ctrl-C and SIGTERM) and to `resume`
+    from. A client whose loss or update is not finite is left out, and named in the log and in the round's line; once
+    there were more than `max_diverged` the run ends with a RunError. `diagnose` names what is measured beside it, such
+    as "gsi,similarity" (see `fedloom.diagnosis`).
 
     `engine` is "loop" (client by client), "vector" (the cohort as one matrix) or "auto", a fixed rule. `compile` says
     whether a cohort's step is compiled; None does it where a run is long enough to gain from it. `max_memory` is how
@@ -93,6 +96,7 @@ def fit(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         resume=resume,
+        max_diverged=max_diverged,
         diagnose=diagnose,
     )
     return training.run(callbacks)

@@ -4,17 +4,21 @@ Each run keeps its own batches, memory and server; only the local steps are shar
 runs one after the other, up to rounding, and a GPU that ten clients leave idle is filled by a hundred.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from fedloom.engines.vector import Vector
-from fedloom.errors import out_of_memory
+from fedloom.errors import RunError, out_of_memory
 from fedloom.simulation import guarded
 from fedloom.space import buffers_of
 from fedloom.stages import Updates, Work
+from fedloom.stopping import terminable
 from fedloom.training import Callback, Result, Training
+
+LOG = logging.getLogger("fedloom")
 
 
 def alike(one: Training, other: Training) -> bool:
@@ -75,13 +79,13 @@ def run_together(
         except Exception as error:  # in its callbacks, its disk, its server: the other runs are not concerned
             waiting.pop(i, None)
             errors.append(error)
-            trainings[i].save()
+            _save(trainings[i : i + 1])
 
     groups: list[list[int]] = []
     for i, training in enumerate(trainings):
         group = next((known for known in groups if alike(trainings[known[0]], training)), None)
         groups.append([i]) if group is None else group.append(i)
-    with trainings[0].simulation.numerics():
+    with trainings[0].simulation.numerics(), terminable():
         try:
             for i in range(len(trainings)):
                 go_on(i, None)
@@ -92,12 +96,20 @@ def run_together(
                     for i, updates in zip(here, _trained(trainings, group[0], asked), strict=True):
                         go_on(i, updates)
         except BaseException:  # an interrupt, or a device that fails
-            for training in trainings:
-                training.save()
+            _save(trainings)
             raise
     if errors:
         raise errors[0]
     return [results[i] for i in range(len(trainings))]
+
+
+def _save(trainings: Sequence[Training]) -> None:
+    """All of them, also where one can't be written; whatever stopped them is what is raised."""
+    for training in trainings:
+        try:
+            training.save()
+        except RunError as error:
+            LOG.warning("%s%s", training.label, error)
 
 
 def _trained(trainings: Sequence[Training], first: int, asked: dict[int, Work]) -> list[Updates]:

@@ -10,7 +10,7 @@ Rows lie where there is room: on the device, then in the host's memory, then on 
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -126,6 +126,7 @@ class Memory:
     _free: list[int] = field(default_factory=list, init=False)
     _kept: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)  # by client: Works and slots
     _written: set[int] = field(default_factory=set, init=False)  # clients that wrote since the last round ended
+    changed: set[int] = field(default_factory=set, init=False)  # clients that wrote since the last checkpoint
 
     def __post_init__(self) -> None:
         scalar = torch.zeros((), dtype=torch.float64)
@@ -145,6 +146,7 @@ class Memory:
             kept.append((w, self._slot()))
             slots.append(kept[-1][1])
             self._written.add(client)
+            self.changed.add(client)
         for name, slab in self._slabs.items():
             slab.write(slots, values[name])
 
@@ -156,22 +158,48 @@ class Memory:
             del kept[:-1]
         self._written.clear()
 
-    def tensors(self) -> State:
-        """Everything, as plain tensors: the inverse of `restore`."""
-        found = [(client, w, slot) for client, kept in sorted(self._kept.items()) for w, slot in kept]
-        where = torch.tensor([(client, w) for client, w, _ in found], dtype=torch.int64).reshape(-1, 2)
-        slots = [slot for _, _, slot in found]
-        return {"where": where, **{f"value.{name}": slab.read(slots) for name, slab in self._slabs.items()}}
+    def known(self, w: int) -> set[int]:
+        """The clients that knew something before Work w."""
+        return {client for client, kept in self._kept.items() if kept and kept[0][0] < w}
 
-    def restore(self, tensors: State) -> None:
+    @property
+    def row_bytes(self) -> int:
+        """What one client takes."""
+        return sum(max(slab.like.numel(), 1) * slab.like.element_size() for slab in self._slabs.values())
+
+    def tensors(self, clients: Sequence[int], w: int) -> State:
+        """What clients knew before Work w, as plain tensors on the host; each must be among the `known`."""
+        slots = [self._before(client, w) for client in clients]
+        wrote = [self._kept[client][bisect_right(self._kept[client], (w - 1, 1 << 62)) - 1][0] for client in clients]
+        where = torch.tensor([*zip(clients, wrote, strict=True)], dtype=torch.int64).reshape(-1, 2)
+        return {"where": where, **{f"value.{name}": slab.read(slots).cpu() for name, slab in self._slabs.items()}}
+
+    def restore(self, pieces: Iterable[State]) -> None:
+        """Forget everything, and remember what `tensors` gave; a later piece wins."""
         self._free.extend(slot for kept in self._kept.values() for _, slot in kept)
-        self._kept, slots = {}, []
+        self._kept = {}
         self._written.clear()
-        for client, w in tensors["where"].tolist():
-            slots.append(self._slot())
-            self._kept.setdefault(client, []).append((w, slots[-1]))
+        for piece in pieces:
+            where = self._checked(piece)
+            for client in where[:, 0].tolist():
+                self._free.extend(slot for _, slot in self._kept.pop(client, []))
+            slots = [self._slot() for _ in range(len(where))]
+            self._kept |= {client: [(w, slot)] for (client, w), slot in zip(where.tolist(), slots, strict=True)}
+            for name, slab in self._slabs.items():
+                slab.write(slots, piece[f"value.{name}"])
+        self.changed.clear()
+
+    def _checked(self, piece: State) -> Tensor:
+        """Whose values these are; refused where they are not what `tensors` would have given."""
+        where = piece.get("where", torch.empty(0))
+        good = where.dtype == torch.int64 and where.dim() == 2 and where.shape[1] == 2 and bool((where >= 0).all())
+        good = good and len(set(where[:, 0].tolist())) == len(where)
         for name, slab in self._slabs.items():
-            slab.write(slots, tensors[f"value.{name}"])
+            value = piece.get(f"value.{name}")
+            good = good and value is not None and value.shape == (len(where), *slab.like.shape)
+        if not good:
+            raise RunError("what clients remember has another form than this method's")
+        return where
 
     def _slot(self) -> int:
         if not self._free:

@@ -3,7 +3,7 @@
 A simulation keeps all clients in one `Population`; a cluster keeps one per worker, a real federation one per client.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,13 +141,6 @@ class Population:
         """A round is over."""
         for memory in self.memory.values():
             memory.settle()
-
-    def tensors(self) -> Mapping[str, State]:
-        return {key: memory.tensors() for key, memory in self.memory.items()}
-
-    def restore(self, tensors: Mapping[str, State]) -> None:
-        for key, memory in self.memory.items():
-            memory.restore(tensors[key])
 
 
 def _plus(a: Tensor | None, b: Any) -> Tensor | None:

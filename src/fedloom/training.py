@@ -16,23 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedloom import checkpoint as checkpoints
+from fedloom.checkpoint import Checkpoints, Saved, exist
 from fedloom.diagnosis import Diagnosis, named
 from fedloom.engines.choose import Wishes, bytes_of
 from fedloom.errors import ConfigError, RunError
 from fedloom.federation import Federation
 from fedloom.local import Local, plain
 from fedloom.method import Method
-from fedloom.round import Outcome
+from fedloom.round import Outcome, RunState
 from fedloom.simulation import Playing, Simulation, drive
 from fedloom.space import Buffers
 from fedloom.stages import Updates, Work
+from fedloom.stopping import terminable, undisturbed
 
 if TYPE_CHECKING:
     import pandas as pd
 
 LOG = logging.getLogger("fedloom")
 BETWEEN_CHECKPOINTS = 30.0  # seconds
+TOLD = 10  # clients that a warning names
 
 
 class Signal(Enum):
@@ -74,9 +76,9 @@ class Result:
         return pd.DataFrame(self.history)
 
 
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+def _check_count(name: str, value: Any, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 @dataclass
@@ -106,8 +108,37 @@ class Best:
         return self.patience is not None and self.waited >= self.patience
 
 
+def _digest(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _placed(saved: RunState, fresh: RunState, device: torch.device) -> RunState:
+    """A state that was read back: checked against one of a run that begins, which also says where each tensor lives."""
+    if saved.theta.shape != fresh.theta.shape or saved.theta.dtype != fresh.theta.dtype:
+        raise ValueError("the model has another size")
+    if {n: b.shape for n, b in saved.buffers.items()} != {n: b.shape for n, b in fresh.buffers.items()}:
+        raise ValueError("the model has other buffers")
+    for key, values in fresh.stages.items():
+        if saved.stages[key].keys() != values.keys():
+            raise ValueError(f"{key} knows other things")
+    stages = {
+        key: {name: value.to(fresh.stages[key][name].device) for name, value in values.items()}
+        for key, values in saved.stages.items()
+    }
+    return replace(saved, stages=stages)
+
+
 def _ignore(work: Work) -> None:
     pass
+
+
+def _names(clients: Sequence[int]) -> str:
+    """A few of them, in words."""
+    told = ", ".join(map(str, clients[:TOLD])) + (f" and {len(clients) - TOLD} more" if len(clients) > TOLD else "")
+    return f"client{'s' if len(clients) > 1 else ''} {told}"
 
 
 def _nested(buffers: Buffers) -> Buffers:
@@ -131,6 +162,7 @@ class Training:
         checkpoint: str | Path | None = None,
         checkpoint_every: int | None = None,
         resume: bool = False,
+        max_diverged: int | None = None,
         diagnose: str | Sequence[str] | None = None,
         engine: str = "auto",
         compile: bool | None = None,
@@ -140,6 +172,7 @@ class Training:
         if not isinstance(federation, Federation):
             raise ConfigError(f"federation must be a fl.Federation, not {type(federation).__name__}")
         rounds, eval_every, checkpoint_every = map(plain, (rounds, eval_every, checkpoint_every))
+        max_diverged = plain(max_diverged)
         settings = {"local": Local(), **{name: plain(value) for name, value in settings.items()}}
         if not isinstance(settings["local"], Local):
             raise ConfigError(f"local must be a fl.Local, not {type(settings['local']).__name__}")
@@ -149,6 +182,8 @@ class Training:
         _check_count("eval_every", eval_every)
         if checkpoint_every is not None:
             _check_count("checkpoint_every", checkpoint_every)
+        if max_diverged is not None:
+            _check_count("max_diverged", max_diverged, least=0)
         if patience is not None:
             _check_count("patience", patience)
             if federation.validation is None:
@@ -157,16 +192,16 @@ class Training:
             raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
         self.given = model
         self.rounds, self.eval_every, self.checkpoint_every = rounds, eval_every, checkpoint_every
-        self.eval_between = eval_between
+        self.eval_between, self.max_diverged = eval_between, max_diverged
         self.best = Best(patience, min_gain)
-        self.folder = None if checkpoint is None else Path(checkpoint)
-        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
+        if checkpoint is not None and Path(checkpoint).is_file():
             raise RunError(f"checkpoint={str(checkpoint)!r} is a file; name a folder")
         self.diagnose = named(diagnose)
         wishes = Wishes(engine, plain(compile), bytes_of(max_memory))
         self.simulation = Simulation.of(model, federation, Method(method), rounds=rounds, wishes=wishes, **settings)
         self.diagnosis = Diagnosis(self.diagnose, self.simulation, rounds)
         self.state = self.simulation.begin()
+        self.checkpoints = None if checkpoint is None else Checkpoints(Path(checkpoint), self.identity)
         self.history: list[dict[str, Any]] = []
         self.label = ""  # before warnings, where several runs give them
         self.saved = time.monotonic()
@@ -177,7 +212,7 @@ class Training:
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Result:
         """Play the rounds that are left, with the engine of this run."""
-        with self.simulation.numerics():
+        with self.simulation.numerics(), terminable():
             try:
                 return drive(self.works(callbacks), self._train)
             except KeyboardInterrupt:
@@ -196,8 +231,11 @@ class Training:
         """
         if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
             raise ConfigError("callbacks must be a list of functions of one fl.Event")
-        if not self.resumed and self.folder is not None and checkpoints.exist(self.folder):
-            raise RunError(f"{self.folder} holds checkpoints already; pass resume=True, or choose another folder")
+        if self.checkpoints is not None:
+            if not self.resumed and exist(self.checkpoints.folder):
+                folder = self.checkpoints.folder
+                raise RunError(f"{folder} holds checkpoints already; pass resume=True, or choose another folder")
+            self.checkpoints.begin()
         for remark in self.simulation.method.remarks:
             LOG.warning(remark)
         if self.simulation.chosen:
@@ -206,6 +244,7 @@ class Training:
             LOG.info(cost)
         stopped = "patience" if self.best.tired else "rounds"
         while self.state.round < self.rounds and stopped == "rounds":
+            self._check_diverged()
             number = self.state.round + 1
             last = number == self.rounds
             outcome = yield from self._round(evaluate=last or number % self.eval_every == 0)
@@ -257,8 +296,8 @@ class Training:
         self.state = outcome.state  # an interrupt between this line and the next is seen by `save`
         self.history.append(row)
         self.simulation.population.settle()
-        for client in outcome.traffic.diverged:
-            self._warn("client %d diverged (loss or update not finite); left out", client)
+        if outcome.traffic.diverged:
+            self._warn("%s diverged (loss or update not finite); left out", _names(outcome.traffic.diverged))
         # Asking the device for it in every round would stop it; a round in which nobody trained has time for it.
         asked = evaluate or outcome.record is None
         if asked and not bool(torch.isfinite(self.state.theta).all()):
@@ -288,6 +327,7 @@ class Training:
             "asked": traffic.asked,
             "answered": traffic.answered,
             "diverged": len(traffic.diverged),
+            **({"diverged_clients": list(traffic.diverged)} if traffic.diverged else {}),
             "train_loss": traffic.loss / traffic.samples if traffic.samples else float("nan"),
             **measured,
             **self.between,
@@ -322,32 +362,50 @@ class Training:
         return time.monotonic() - self.saved >= BETWEEN_CHECKPOINTS
 
     def save(self) -> None:
-        self.saved = time.monotonic()
-        if self.folder is None or len(self.history) != self.state.round:
+        """Put the state after the last whole round on disk."""
+        if self.checkpoints is None or len(self.history) != self.state.round:
             return
         best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
         notes = {"score": self.best.score, "waited": self.best.waited}
-        memory, diagnosis = self.simulation.population.tensors(), self.diagnosis.tensors(self.state.round)
-        saved = checkpoints.Saved(self.state, memory, self.history, best, notes, diagnosis)
-        checkpoints.save(self.folder, saved, self.identity)
+        saved = Saved(self.state, self.history, best, notes, self.diagnosis.tensors(self.state.round))
+        with undisturbed():
+            self.checkpoints.save(saved, self.simulation.population.memory)
+        self.saved = time.monotonic()
+
+    def _check_diverged(self) -> None:
+        """End a run in which too many clients diverged; what was learned without them can be resumed."""
+        if self.max_diverged is None:
+            return
+        count = sum(line["diverged"] for line in self.history)
+        if count > self.max_diverged:
+            self.save()
+            where = "" if self.checkpoints is None else "; the checkpoint can be resumed with a larger max_diverged"
+            raise RunError(
+                f"{self.label}{count} updates had diverged by round {self.state.round}, more than "
+                f"max_diverged={self.max_diverged}; lower a learning rate or clip local gradients{where}"
+            )
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        assert self.folder is not None
-        saved = checkpoints.load(self.folder, self.identity, self.simulation.setup.device)
+        from safetensors import SafetensorError
+
+        assert self.checkpoints is not None
+        setup = self.simulation.setup
+        saved = self.checkpoints.load(setup.device)
         if saved is None:
             return
-        if saved.state.round > self.rounds:
-            raise RunError(f"{self.folder} is at round {saved.state.round} already; rounds={self.rounds} is too few")
-        fresh, setup = self.state.stages, self.simulation.setup  # says where each tensor lives
-        stages = {
-            key: {n: v.to(fresh[key][n].device if n in fresh[key] else setup.device) for n, v in values.items()}
-            for key, values in saved.state.stages.items()
-        }
-        self.state, self.history = replace(saved.state, stages=stages), saved.history
-        self.simulation.population.restore(saved.memory)
-        self.diagnosis.restore(saved.diagnosis, saved.state.round, setup.device)
-        self.best.score, self.best.waited = saved.notes["score"], saved.notes["waited"]
+        folder, round = self.checkpoints.folder, saved.state.round
+        if round > self.rounds:
+            raise RunError(f"{folder} is at round {round} already; rounds={self.rounds} is too few")
+        try:
+            self.state = _placed(saved.state, self.state, setup.device)
+            for key, memory in self.simulation.population.memory.items():
+                memory.restore(self.checkpoints.remembered(key))
+            self.diagnosis.restore(saved.diagnosis, round, setup.device)
+            self.best.score, self.best.waited = saved.notes["score"], int(saved.notes["waited"])
+        except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+            raise RunError(f"the checkpoint of round {round} in {folder} is not one of this run: {error}") from None
+        self.history = saved.history
         if saved.best and self.best.patience is not None:
             self.best.theta = saved.best["theta"]
             self.best.buffers = {n.removeprefix("buffers/"): b for n, b in saved.best.items() if n != "theta"}
@@ -357,11 +415,9 @@ class Training:
         """What must be the same for a checkpoint to belong to this run; engine and device may change."""
         setup = self.simulation.setup
         shapes = {name: list(shape) for name, shape in zip(setup.space.names, setup.space.shapes, strict=True)}
-        data = hashlib.sha256()
         federation = self.simulation.federation
         few = federation.x[:: max(1, len(federation.x) // 1000)]  # enough to tell other data, cheap enough to ask often
-        for tensor in (federation.offsets, federation.index, federation.y, few):
-            data.update(tensor.cpu().numpy().tobytes())
+        frozen = [p for name, p in self.simulation.task.model.named_parameters() if name not in setup.space.names]
         absence = self.simulation.population.absence
         availability = absence.availability
         if isinstance(availability, np.ndarray):
@@ -371,7 +427,9 @@ class Training:
         return {
             "method": self.simulation.method.text,
             "model": shapes,
-            "data": data.hexdigest(),
+            "frozen parameters": _digest(*frozen),
+            "data": _digest(federation.y, few),
+            "partition": _digest(federation.offsets, federation.index),
             "preparation": str(federation.preparation),
             "availability": availability,
             "dropout_rate": absence.dropout_rate,

@@ -91,15 +91,19 @@ def test_what_was_written_is_a_copy() -> None:
 
 
 def test_versions_survive_as_tensors() -> None:
+    """What was known before a Work, whatever was written since."""
     kept, restored = memory(), memory()
     kept.write(torch.tensor([4, 1]), 3, values(1, 2))
-    kept.write(torch.tensor([4]), 7, values(3))
-    restored.restore(kept.tensors())
-    for client in (0, 1, 4):
-        for w in range(9):
-            assert known(restored, client, w) == known(kept, client, w)
-    assert known(restored, 4, 7) == 1
-    restored.restore(memory().tensors())
+    kept.write(torch.tensor([4, 2]), 7, values(3, 4))
+    for w, clients in ((3, set()), (7, {1, 4}), (8, {1, 2, 4})):
+        assert kept.known(w) == clients
+        restored.restore([kept.tensors(sorted(clients), w)])
+        for client in range(5):
+            assert known(restored, client, 9) == known(kept, client, w)
+    assert known(restored, 4, 7) == 0  # it carries the number of the Work that wrote it
+    restored.restore([kept.tensors([1, 4], 7), kept.tensors([4, 2], 8)])  # the later piece wins
+    assert [known(restored, client, 9) for client in (1, 2, 4)] == [2, 4, 3]
+    restored.restore([])
     assert known(restored, 4, 9) == 0
 
 
@@ -141,6 +145,5 @@ def test_memory_does_not_grow(method: str) -> None:
     run = training(method)
     for _ in range(4):
         run.round(evaluate=False)
-        (kept,) = run.simulation.population.tensors().values()
-        _, versions = torch.unique(kept["where"][:, 0], return_counts=True)
-        assert int(versions.max()) == 1
+        (kept,) = run.simulation.population.memory.values()
+        assert max(map(len, kept._kept.values())) == 1

@@ -67,6 +67,7 @@ class RunConfig:
     precision: Precision = _setting("auto", "auto (TF32 on a GPU), fp32 or bf16.")
     availability: float | str | None = _setting(None, "Share of the time that clients are there, or a trace file.")
     dropout_rate: float = _setting(0.0, "Share of the asked clients that fail to answer.")
+    max_diverged: int | None = _setting(None, "End the run when more updates than this have diverged.")
     checkpoint_every: int | None = _setting(None, "Rounds between checkpoints; left out, half a minute.")
 
     @property

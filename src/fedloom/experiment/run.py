@@ -38,7 +38,9 @@ from fedloom.memory import Room
 from fedloom.models import model as make_model
 from fedloom.training import Callback, Event, Result, Training
 
-FREE = frozenset({"engine", "compile", "max_memory", "device", "precision", "checkpoint_every", "data_dir"})
+FREE = frozenset(
+    {"engine", "compile", "max_memory", "device", "precision", "checkpoint_every", "max_diverged", "data_dir"}
+)
 _LAST: list[Federation] = []
 
 
@@ -133,7 +135,12 @@ def _opened(
         with (folder / METRICS).open("a", buffering=1) as metrics:
 
             def record(event: Event) -> None:
-                metrics.write(json_line(event.metrics))
+                try:
+                    metrics.write(json_line(event.metrics))
+                except OSError as error:
+                    assert training.checkpoints is not None
+                    said = f"{folder / METRICS} can't be written: {error.strerror}; {training.checkpoints.last_safe}"
+                    raise RunError(said) from None
 
             yield training, record, config
 
@@ -178,6 +185,7 @@ def make_training(config: RunConfig, federation: Federation, **more: Any) -> Tra
         seed=config.seed,
         availability=config.availability,
         dropout_rate=config.dropout_rate,
+        max_diverged=config.max_diverged,
         **more,
     )
 

@@ -1,0 +1,106 @@
+"""Being told to stop: by Ctrl-C, by SIGTERM, by a time budget; and never in the middle of a write."""
+
+import math
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from fedloom.errors import ConfigError
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+
+
+_last: int | None = None  # signal that ended something
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal, as an exception: what is on its way is saved, as after Ctrl-C."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM raise, unless somebody has made other arrangements for it."""
+    if not _hears_signals() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def within(duration: str | None) -> Iterator[None]:
+    """End whatever takes longer, as Ctrl-C would."""
+    if duration is None:
+        yield
+        return
+    seconds = seconds_of(duration)
+    before = signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Signals to stop wait until the block has ended."""
+    if not _hears_signals():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ours = [number for number, handler in before.items() if callable(handler)]
+    for number in ours:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+        if came:
+            signal.raise_signal(came[0])
+
+
+def seconds_of(duration: str) -> float:
+    """A number of seconds, or with units.
+
+    >>> seconds_of("1h30m")
+    5400.0
+    """
+    parts = re.findall(r"([\d.]+)\s*([smhd])", duration)
+    try:
+        if re.fullmatch(r"(\s*[\d.]+\s*[smhd])+\s*", duration):
+            seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+        else:
+            seconds = float(duration)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"time_budget must be seconds or a text such as '90m' or '1h30m', not {duration!r}")
+    return seconds
+
+
+def why() -> str:
+    """What has stopped this process, in words."""
+    said: dict[int | None, str] = {signal.SIGTERM: "terminated", signal.SIGALRM: "the time budget is used up"}
+    return said.get(_last, "interrupted")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    global _last
+    _last = number
+    raise Terminated
+
+
+def _hears_signals() -> bool:
+    """Python hands signals to the main thread only."""
+    return threading.current_thread() is threading.main_thread()
