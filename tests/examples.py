@@ -12,6 +12,7 @@ EXAMPLES = {
     "2dlrd": "2dlrd(c=0.5, window=1)",
     "clip": "clip(norm=0.01)",
     "krum": "krum(byzantine=0)",
+    "noise": "clip(norm=0.1)+noise(multiplier=0.5, seed=3)",
     "fedasync": "fedasync(staleness=poly, max_staleness=3)",
     "adabest": "adabest(deploy=latest_of_all)",
     "feddyn": "feddyn(deploy=running_mean)",

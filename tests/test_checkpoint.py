@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -557,10 +558,9 @@ def test_vanished_folder(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_folder_that_may_not_be_written(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir(mode=0o555)
-
+def test_folder_that_may_not_be_written() -> None:
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o555)
     # Root may write everywhere, so that it becomes nobody.
     code = (
         "import os, torch, fedloom as fl\n"
@@ -569,6 +569,7 @@ def test_folder_that_may_not_be_written(tmp_path: Path) -> None:
         f"fl.fit(torch.nn.Linear(3, 2), data, rounds=2, checkpoint={str(folder / 'c')!r})\n"
     )
     failed = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60)
+    folder.rmdir()
     assert failed.returncode == 1
     assert "fedloom.errors.RunError: checkpoints can't be kept in" in failed.stderr
     assert "Permission denied" in failed.stderr

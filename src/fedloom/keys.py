@@ -11,6 +11,9 @@ A key is `numpy.random.SeedSequence(seed, spawn_key=...)`, drawn from by `numpy.
 | augmentation and dropout of that client: two words for `hashed` | (w, c, i, 1) |
 | whatever else its model draws: the seed of PyTorch's generators | (w, c, i, 2) |
 
+The noise of differential privacy has a secret key of 256 bits in place of the seed, and the number of the round as its
+spawn key.
+
 What happens before a run has keys of its own: a partition draws from `default_rng(seed)`, and the choice of held-out
 clients from `SeedSequence((seed, 1))`.
 
@@ -23,6 +26,7 @@ True
 """
 
 import math
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +74,19 @@ def _mix(x: Tensor) -> Tensor:
 
 def sampler_rng(seed: int, work: int) -> Generator:
     return default_rng(SeedSequence(seed, spawn_key=(work,)))
+
+
+def noise_key(seed: int | None) -> list[int]:
+    """Eight words of 32 bits: from the operating system's secrets, or from a seed."""
+    if seed is None:
+        return [secrets.randbits(32) for _ in range(8)]
+    check_seed(seed)
+    return [int(word) for word in SeedSequence(seed).generate_state(8)]
+
+
+def noise_rng(key: Sequence[int], round: int) -> Generator:
+    """Eight words of pool, so that none of the key's bits are lost; the default holds four."""
+    return default_rng(SeedSequence(key, spawn_key=(round,), pool_size=8))
 
 
 def schedule_rng(seed: int, work: int) -> Generator:

@@ -60,7 +60,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished round: the new state, what led to it (None if nobody answered), its traffic and metrics."""
+    """A finished round: the new state, what led to it (None: nothing was averaged), its traffic and metrics."""
 
     state: RunState
     record: Round | None
@@ -84,7 +84,8 @@ def play_round(pipeline: Pipeline, setup: Setup, state: RunState) -> Generator[W
             break
         desk.stages[part.key], updates = part.stage.apply(desk.stages[part.key], updates)
         updates = desk.weigh(updates)
-    if not len(updates):  # nobody is left: the model and what the stages know of it stay as they were
+    if not len(updates) and pipeline.aggregator.stage.needs_updates:
+        # Nobody is left: the model and what the stages know of it stay as they were.
         kept = replace(state, round=state.round + 1, work=desk.work, stages=desk.stages)
         return Outcome(kept, None, desk.traffic, desk.report())
 
@@ -189,8 +190,8 @@ class _Desk:
         local = self.setup.local
         steps = [min(local.count_steps(n), limit or 1 << 62) for n in self.setup.sizes[clients].tolist()]
         if not rate.by_length:
-            return local.lr * rate.factors(self.stages[key], max(steps))
-        table = torch.zeros(len(steps), max(steps), dtype=torch.float64)
+            return local.lr * rate.factors(self.stages[key], max(steps, default=1))
+        table = torch.zeros(len(steps), max(steps, default=1), dtype=torch.float64)
         for row, n in zip(table, steps, strict=True):
             row[:n] = local.lr * rate.factors(self.stages[key], n)
         return table
@@ -230,4 +231,5 @@ def _places(drawn: np.ndarray, once: bool, share: float) -> Draw:
             clients.append(client)
             occurrence.append(times)
     counts = [seen[c] for c in clients] if once else [1] * len(clients)
-    return Draw(torch.tensor(clients), torch.tensor(occurrence), torch.tensor(counts), share)
+    places = torch.tensor([clients, occurrence, counts], dtype=torch.int64)
+    return Draw(places[0], places[1], places[2], share)

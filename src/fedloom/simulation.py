@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.engines.choose import Engine, Wishes, choose_engine
-from fedloom.errors import ConfigError, RunError, out_of_memory
+from fedloom.errors import ConfigError, ModelError, RunError, out_of_memory
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
 from fedloom.keys import check_seed
@@ -92,6 +92,8 @@ class Simulation:
         name, score = find_metric(metric)
         check_seed(seed)
         moved = federation.to(place, task.space.dtype)
+        pipeline = method.pipeline()
+        _check_buffers(pipeline, task.model)
         setup = Setup(
             space=task.space,
             clients=len(federation),
@@ -101,10 +103,10 @@ class Simulation:
             seed=seed,
             device=place,
             start=task.space.flatten(task.model),
+            stages=tuple(part.stage for part in pipeline.parts),
         )
         check_fit(task, moved, local)
         task = replace(task, channels_last=takes_channels_last(task, moved))
-        pipeline = method.pipeline()
         engine, why = choose_engine(wishes, task, moved, setup, rounds)
         absence = Absence.of(availability, dropout_rate, len(federation))
         return cls(
@@ -203,6 +205,17 @@ class Simulation:
         finally:
             torch.set_float32_matmul_precision(precision)
             torch.set_num_threads(threads)
+
+
+def _check_buffers(pipeline: Pipeline, model: nn.Module) -> None:
+    """Buffers are averaged beside the aggregator; one that goes on without updates has none to average."""
+    buffer = next(iter(buffers_of(model)), None)
+    if buffer is not None and not pipeline.aggregator.stage.needs_updates:
+        method = pipeline.aggregator.key.partition(".")[0]
+        raise ModelError(
+            f"{method} covers parameters only, but {type(model).__name__} has buffers ({buffer}), whose average would "
+            "stay bare; use a model without batch norm"
+        )
 
 
 def find_device(device: str | torch.device) -> torch.device:

@@ -37,6 +37,7 @@ class Setup:
     seed: int
     device: torch.device
     start: Tensor  # [P] the model before the first round
+    stages: "tuple[Stage, ...]" = ()  # all stages of the round, the asking one among them
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,13 @@ class Stage:
     kind: ClassVar[str]
     weights: ClassVar[Weighting | None] = None  # "equal": this method's paper averages with equal weights
     wants: ClassVar[frozenset[str]] = frozenset()  # of the engine: "mean_gradient", "final_score", "step_norm"
+
+    @property
+    def breaks_privacy(self) -> str | None:
+        """Why no differential privacy can be claimed beside it, as words that follow its name; None: it acts at a
+        client before its update is clipped, or reads nothing but models that were released.
+        """
+        return "does not say whether it reads single updates (breaks_privacy)"
 
     @property
     def surveys(self) -> bool:
@@ -309,6 +317,7 @@ class Aggregator(Stage):
     """How are updates averaged?"""
 
     kind = "aggregator"
+    needs_updates: ClassVar[bool] = True  # False: a round goes on although nobody answered
 
     def combine(self, state: State, updates: Updates) -> tuple[Updates, Tensor]:
         """The updates with the weights that were used, and their average [P]."""
@@ -344,6 +353,7 @@ class Weights(Stage):
 
     by: Weighting
     kind = "weights"
+    breaks_privacy = None  # noise itself refuses weights by samples
 
 
 SINGLE = ("sampler", "schedule", "rate", "aggregator", "rescaler", "server", "weights")

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -54,7 +55,7 @@ class Event:
     rounds: int  # rounds planned
     params: Tensor  # [P] the cloud model that the next round starts from
     metrics: Mapping[str, Any]  # the round's line of the history
-    updates: Updates | None  # what was averaged; None: nobody answered
+    updates: Updates | None  # what was averaged; None: nothing was
 
 
 Callback = Callable[[Event], Signal | None]
@@ -194,7 +195,7 @@ class Training:
         self.rounds, self.eval_every, self.checkpoint_every = rounds, eval_every, checkpoint_every
         self.eval_between, self.max_diverged = eval_between, max_diverged
         self.best = Best(patience, min_gain)
-        if checkpoint is not None and Path(checkpoint).is_file():
+        if checkpoint is not None and os.path.isfile(checkpoint):  # False also where nothing may be asked
             raise RunError(f"checkpoint={str(checkpoint)!r} is a file; name a folder")
         self.diagnose = named(diagnose)
         wishes = Wishes(engine, plain(compile), bytes_of(max_memory))

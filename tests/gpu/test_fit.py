@@ -37,6 +37,8 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_gpu_equals_cpu(method: str) -> None:
+    if "noise" in method:
+        pytest.importorskip("dp_accounting")
     there, here = (fl.fit(**setting(method), device=device) for device in ("cuda", "cpu"))
     assert there.params.is_cuda
     assert apart(there.params, here.params) < 1e-8

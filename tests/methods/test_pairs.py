@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom.stages import SINGLE
 from tests import reference
+from tests.methods.test_privacy_refusals import REFUSED
 
 # Where the bare name would need a parameter, fill nothing, or train for long.
 EXAMPLES = {
@@ -21,6 +22,7 @@ EXAMPLES = {
     "fedasync": "fedasync(max_staleness=2, rho=0.1)",
     "fedavg": "fedavg(lr=0.5, weights='equal')",
     "fixed": "fixed(cohorts=[[0, 1, 2, 3, 4], [5, 4, 3, 2, 1]])",
+    "noise": "clip(norm=0.05)+noise(multiplier=0.5, seed=1)",
     "radfed": "radfed(redistributions=2)",
     "radfeda": "radfeda(redistributions=2)",
     "radfedi": "radfedi(redistributions=2)",
@@ -75,7 +77,9 @@ def shared_stages(one: str, other: str) -> set[str]:
 
 
 def refused(one: str, other: str) -> bool:
-    """Section 11.8: no client owns a travelling model."""
+    """Section 11.8: no client owns a travelling model. Beside noise: what test_privacy_refusals.py lists."""
+    if "noise" in (one, other):
+        return bool({one, other} & REFUSED.keys())
     return "adafl" in (one, other) and bool({one, other} & TRAVELLING)
 
 
@@ -120,7 +124,7 @@ def test_pair(one: str, other: str, federation: fl.Federation) -> None:
 
 
 FULL = "importance(start='full')"
-WITH_FULL = [name for name in NAMES if "sampler" not in fl.Method(TEXTS[name]).fills]
+WITH_FULL = [name for name in NAMES if name != "noise" and "sampler" not in fl.Method(TEXTS[name]).fills]
 
 
 @pytest.mark.parametrize("name", WITH_FULL)

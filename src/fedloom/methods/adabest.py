@@ -56,13 +56,19 @@ class AdaBestClient(Client):
     def __post_init__(self) -> None:
         check(0 <= self.mu < float("inf"), f"adabest: mu must be at least 0, not {self.mu}")
 
+    @property
+    def breaks_privacy(self) -> str | None:
+        return "with mu above 0 tells every client the mean of the sizes of those that answered" if self.mu else None
+
     def init(self, setup: Setup) -> State:
         return {"reported": scalar(0), "reports": scalar(0)}
 
     def send(self, state: State) -> State:
-        return {"nbar": state["reported"] / state["reports"].clamp(min=1)}
+        return {"nbar": state["reported"] / state["reports"].clamp(min=1)} if self.mu else {}
 
     def begin(self, memory: State, sent: State, info: Info) -> Correction:
+        if not self.mu:
+            return Correction()
         mu_k = self.mu * sent["nbar"] / info.samples.double()
         return Correction(drift=-mu_k.to(memory["h"], non_blocking=True)[:, None] * memory["h"])
 
@@ -81,7 +87,7 @@ class AdaBestClient(Client):
         }
 
     def wire(self, space: Space) -> Wire:
-        return Wire(down=1, up=1)
+        return Wire(down=1, up=1) if self.mu else Wire()
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class AdaBestServer(Deploying):
     deploy_as: Deploy
     beta_decay: float | None
     weights = "equal"
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(0 <= self.beta <= 1, f"adabest: beta must be between 0 and 1, not {self.beta}")

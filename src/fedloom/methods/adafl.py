@@ -33,6 +33,8 @@ KEEP = 0.9
 class Adafl(Sampler):
     """Draw more often the clients whose models stray from the mean."""
 
+    breaks_privacy = "draws clients by their single updates"
+
     def init(self, setup: Setup) -> State:
         return {"a": torch.full((setup.clients,), 1 / setup.clients, dtype=torch.float64)}
 

@@ -27,6 +27,7 @@ class Adaptive(Server):
     tau: float
     bias_correction: bool
     v_init: float | None
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__.lower()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedloom.method import register
-from fedloom.stages import Setup, State, Update, Updates, check, scalar
+from fedloom.stages import Setup, State, Update, Updates, Work, check, scalar
 
 
 @register("clip", paper="McMahan et al., ICLR 2018")
@@ -27,12 +27,16 @@ class Clip(Update):
 
     norm: float
     rank = 10
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(0 < self.norm < float("inf"), f"clip: norm must be above 0, not {self.norm}")
 
     def init(self, setup: Setup) -> State:
         return {"clipped": scalar("nan")}
+
+    def heard(self, state: State, work: Work, updates: Updates) -> State:
+        return {"clipped": scalar("nan")}  # where nobody answers nothing will be clipped
 
     def apply(self, state: State, updates: Updates) -> tuple[State, Updates]:
         lengths = updates.rows.distances(torch.zeros(updates.rows.space.size, device=updates.weights.device))

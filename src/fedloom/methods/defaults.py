@@ -28,6 +28,8 @@ from fedloom.stages import (
 class Uniform(Sampler):
     """Clients are drawn uniformly, without replacement."""
 
+    breaks_privacy = None
+
     def draw(self, state: State, setup: Setup, number: int, w: int, rng: Rng) -> np.ndarray:
         return rng.choice(setup.clients, number, replace=False)
 
@@ -35,6 +37,8 @@ class Uniform(Sampler):
 @dataclass(frozen=True)
 class Synchronous(Schedule):
     """Every model is averaged after one client."""
+
+    breaks_privacy = None
 
     def collect(self, state: State, cohorts: Cohorts) -> Collected:
         updates = yield cohorts.ask(cohorts.draw(), cohorts.theta, cohorts.buffers)
@@ -45,6 +49,8 @@ class Synchronous(Schedule):
 class Constant(Rate):
     """One learning rate for every step of every round."""
 
+    breaks_privacy = None
+
     def factors(self, state: State, steps: int) -> Tensor:
         return torch.ones(steps, dtype=torch.float64)
 
@@ -52,6 +58,8 @@ class Constant(Rate):
 @dataclass(frozen=True)
 class Mean(Aggregator):
     """The weighted sum of the updates."""
+
+    breaks_privacy = "averages without noise"
 
     def combine(self, state: State, updates: Updates) -> tuple[Updates, Tensor]:
         return updates, updates.rows.weighted_sum(updates.weights)
@@ -62,6 +70,7 @@ class Sgd(Server):
     """theta <- theta - lr * g."""
 
     lr: float = 1.0
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(0 < self.lr < float("inf"), f"the server's lr must be above 0, not {self.lr}")

@@ -27,6 +27,7 @@ class Latest(Client):
     """
 
     remembers = {"latest": "row"}
+    breaks_privacy = "deploys a mean of single models, to which no noise is added"
 
     def init(self, setup: Setup) -> State:
         return {"origin": setup.start}

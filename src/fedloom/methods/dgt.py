@@ -42,6 +42,7 @@ class Dgt(Update):
     max_scale: float | None = None
     groups: GroupBy = "model"
     rank = 30
+    breaks_privacy = "mixes the others' updates into each one after it was clipped"
 
     def __post_init__(self) -> None:
         check(0 <= self.alpha <= 1, f"dgt: alpha must be between 0 and 1, not {self.alpha}")

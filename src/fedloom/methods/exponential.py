@@ -20,6 +20,7 @@ class Exponential(Rate):
     """The local learning rate decays from round to round."""
 
     decay: float = 0.998
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(0 < self.decay <= 1, f"exponential: decay must be above 0 and at most 1, not {self.decay}")

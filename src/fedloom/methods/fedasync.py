@@ -49,6 +49,7 @@ from fedloom.stages import (
 )
 
 Staleness = Literal["constant", "poly", "hinge"]
+ONE_BY_ONE = "steps by one client's update at a time"
 
 
 @register("fedasync", paper="Xie et al., 2019")
@@ -72,6 +73,7 @@ def fedasync(
 class Asynchronous(Schedule):
     max_staleness: int | None
     weights = "equal"
+    breaks_privacy = ONE_BY_ONE
 
     def __post_init__(self) -> None:
         valid = self.max_staleness is None or self.max_staleness >= 0
@@ -124,6 +126,7 @@ class StaleMixing(Server):
     staleness: Staleness
     a: float
     b: float
+    breaks_privacy = ONE_BY_ONE
 
     def __post_init__(self) -> None:
         check(0 < self.alpha <= 1, f"fedasync: alpha must be above 0 and at most 1, not {self.alpha}")

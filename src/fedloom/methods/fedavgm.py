@@ -27,6 +27,7 @@ class FedAvgM(Server):
 
     lr: float = 1.0
     momentum: float = 0.9
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(0 < self.lr < float("inf"), f"fedavgm: lr must be above 0, not {self.lr}")

@@ -57,6 +57,7 @@ class FedDynClient(Client):
     mu: float
     weights = "equal"
     remembers = {"h": "row"}
+    breaks_privacy = "tells every client the mean of all sizes"
 
     def __post_init__(self) -> None:
         check(0 < self.mu < float("inf"), f"feddyn: mu must be above 0, not {self.mu}")
@@ -82,6 +83,7 @@ class FedDynClient(Client):
 class FedDynServer(Deploying):
     deploy_as: Deploy
     weights = "equal"
+    breaks_privacy = "steps by how many clients answered"
 
     def init(self, setup: Setup) -> State:
         margin = {"margin": torch.full_like(setup.start[0], torch.nan)}

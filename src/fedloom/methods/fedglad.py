@@ -43,6 +43,7 @@ class Fedglad(Rescaler):
     gamma: float = 0.02
     beta: float = 0.9
     groups: GroupBy = "tensor"
+    breaks_privacy = "scales the step by the lengths of single updates"
 
     def __post_init__(self) -> None:
         check(self.gamma >= 0, f"fedglad: gamma must be at least 0, not {self.gamma}")

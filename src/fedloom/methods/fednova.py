@@ -32,6 +32,7 @@ class FedNova(Aggregator):
     """Weigh each client by its data, not by how many steps it took."""
 
     wants = frozenset({"step_norm"})
+    breaks_privacy = "stretches updates by how many steps single clients took, and averages without noise"
 
     def init(self, setup: Setup) -> State:
         optimizer = setup.local.optimizer

@@ -25,6 +25,7 @@ class FedProx(Client):
     """Pull each client's model towards the one that it received."""
 
     mu: float = 0.01
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(0 <= self.mu < float("inf"), f"fedprox: mu must be at least 0, not {self.mu}")

@@ -21,6 +21,7 @@ class FirstOnly(Rate):
     """Later local steps stop counting after a number of Works."""
 
     after: int = 100
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(self.after >= 0, f"first-only: after must be at least 0, not {self.after}")

@@ -25,6 +25,7 @@ class Fixed(Sampler):
 
     cohorts: tuple[tuple[int, ...], ...]
     works: tuple[int, ...] | None = None
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(len(self.cohorts) > 0, "fixed: cohorts is empty")

@@ -33,6 +33,7 @@ class Ida(Aggregator):
     """Weigh models by how near they are to their mean."""
 
     norm: Literal[1, 2] = 1
+    breaks_privacy = "weighs single updates by their distances, and averages without noise"
 
     def combine(self, state: State, updates: Updates) -> tuple[Updates, Tensor]:
         mean = updates.rows.weighted_sum(torch.full((len(updates),), 1 / len(updates), dtype=torch.float64))

@@ -35,6 +35,7 @@ class Importance(Sampler):
     start: Literal["ones", "full"] = "ones"
     weights = "equal"
     wants = frozenset({"final_score"})
+    breaks_privacy = "draws clients by their single gradients"
 
     def __post_init__(self) -> None:
         check(0 < self.gamma <= 1, f"importance: gamma must be above 0 and at most 1, not {self.gamma}")

@@ -30,6 +30,7 @@ class Krum(Update):
     byzantine: int = 1
     keep: int | None = None
     rank = 20
+    breaks_privacy = "lets one client's update decide which others are averaged"
 
     def __post_init__(self) -> None:
         check(self.byzantine >= 0, f"krum: byzantine must be at least 0, not {self.byzantine}")

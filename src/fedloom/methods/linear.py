@@ -30,6 +30,7 @@ class Linear(Rate):
 
     warmup: float = 0.06
     by_length = True
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(0 <= self.warmup < 1, f"linear: warmup must be at least 0 and below 1, not {self.warmup}")

@@ -19,6 +19,7 @@ from fedloom.method import register
 from fedloom.stages import Sampler, Setup, State
 
 PAPER = "Fraboni et al., ICML 2021"
+BY_SIZE = "draws clients by how many samples they have, and may draw one twice"
 
 
 @register("md", paper=PAPER)
@@ -27,6 +28,7 @@ class Md(Sampler):
     """Draw clients by their share of the data, with replacement."""
 
     weights = "equal"  # each draw counts the same
+    breaks_privacy = BY_SIZE
 
     def init(self, setup: Setup) -> State:
         return {"mass": setup.sizes.double().cumsum(0)}
@@ -42,6 +44,7 @@ class Clustered(Sampler):
     """Draw one client from each of r groups of equal mass."""
 
     weights = "equal"
+    breaks_privacy = BY_SIZE
 
     def init(self, setup: Setup) -> State:
         order = setup.sizes.sort(descending=True, stable=True).indices

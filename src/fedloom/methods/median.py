@@ -18,12 +18,15 @@ from fedloom.method import register
 from fedloom.stages import Aggregator, State, Updates, check
 
 PAPER = "Yin et al., ICML 2018"
+SORTS = "sorts single updates, and averages without noise"
 
 
 @register("median", paper=PAPER)
 @dataclass(frozen=True)
 class Median(Aggregator):
     """The median of the updates in every coordinate."""
+
+    breaks_privacy = SORTS
 
     def combine(self, state: State, updates: Updates) -> tuple[Updates, Tensor]:
         ordered, r = updates.rows.matrix.sort(dim=0).values, len(updates)
@@ -36,6 +39,7 @@ class TrimmedMean(Aggregator):
     """The mean of the updates in every coordinate, the extremes left out."""
 
     fraction: float = 0.1
+    breaks_privacy = SORTS
 
     def __post_init__(self) -> None:
         check(0 <= self.fraction < 0.5, f"trimmed-mean: fraction must be at least 0 and below 0.5, not {self.fraction}")

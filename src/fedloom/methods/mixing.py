@@ -19,6 +19,7 @@ class Mixing(Server):
     """Mix the average into the cloud model."""
 
     alpha: float = 0.9
+    breaks_privacy = None
 
     def __post_init__(self) -> None:
         check(0 < self.alpha <= 1, f"mixing: alpha must be above 0 and at most 1, not {self.alpha}")

@@ -21,6 +21,7 @@ class Pflug(Rate):
     """A rate that falls with d, the number of times that training was found stationary."""
 
     window: int
+    breaks_privacy = None  # the cloud model is all that it watches
 
     def check_window(self, name: str) -> None:
         check(self.window >= 0, f"{name}: window must be at least 0, not {self.window}")

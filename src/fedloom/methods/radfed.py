@@ -50,6 +50,7 @@ class Radfed(Schedule):
     away: Literal["even", "fewer"] = "even"
     weights = "equal"
     travels = True
+    breaks_privacy = "hands one client's raw model to the next"
 
     def __post_init__(self) -> None:
         check(1 <= self.redistributions <= 10**6, "radfed: redistributions must be between 1 and a million")

@@ -37,6 +37,7 @@ class Scaffold(Client):
     weights = "equal"
     wants = frozenset({"mean_gradient"})
     remembers = {"c": "row"}
+    breaks_privacy = "sends gradients up beside the update, which no noise covers"
 
     def init(self, setup: Setup) -> State:
         return {"c": zeros(setup), "clients": scalar(setup.clients)}

@@ -34,6 +34,7 @@ class ScaffoldM(Client):
 
     weights = "equal"
     remembers = {"c": "row"}
+    breaks_privacy = "sends back the mean of what it received before noise was added"
 
     def init(self, setup: Setup) -> State:
         local = setup.local
