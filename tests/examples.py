@@ -10,6 +10,7 @@ EXAMPLES = {
     "radfeda": "radfeda(redistributions=2)",
     "radfedi": "radfedi(redistributions=2)",
     "2dlrd": "2dlrd(c=0.5, window=1)",
+    "attack": "attack(kind=noise, fraction=0.4)",
     "clip": "clip(norm=0.01)",
     "krum": "krum(byzantine=0)",
     "noise": "clip(norm=0.1)+noise(multiplier=0.5, seed=3)",

@@ -10,12 +10,13 @@ A key is `numpy.random.SeedSequence(seed, spawn_key=...)`, drawn from by `numpy.
 | which old model Work w starts from (asynchronous schedules) | (w, 0) |
 | augmentation and dropout of that client: two words for `hashed` | (w, c, i, 1) |
 | whatever else its model draws: the seed of PyTorch's generators | (w, c, i, 2) |
+| the noise that it sends instead of its update, if it is hostile (`attack`) | (w, c, i, 3) |
 
 The noise of differential privacy has a secret key of 256 bits in place of the seed, and the number of the round as its
 spawn key.
 
-What happens before a run has keys of its own: a partition draws from `default_rng(seed)`, and the choice of held-out
-clients from `SeedSequence((seed, 1))`.
+What happens before a run has keys of its own: a partition draws from `default_rng(seed)`, the choice of held-out
+clients from `SeedSequence((seed, 1))`, and that of hostile clients from `SeedSequence((seed, 2))`.
 
 A batch order can therefore be rebuilt outside Fedloom:
 
@@ -45,6 +46,10 @@ def check_seed(seed: Any) -> None:
 def split_rng(seed: int) -> Generator:
     check_seed(seed)
     return default_rng(SeedSequence((seed, 1)))
+
+
+def hostile_rng(seed: int) -> Generator:
+    return default_rng(SeedSequence((seed, 2)))
 
 
 def client_key(seed: int, work: int, client: int, occurrence: int) -> Any:
@@ -99,3 +104,7 @@ def client_rng(seed: int, work: int, client: int, occurrence: int) -> Generator:
 
 def answer_rng(seed: int, work: int, client: int, occurrence: int) -> Generator:
     return default_rng(SeedSequence(seed, spawn_key=(work, client, occurrence, 0)))
+
+
+def attack_rng(seed: int, work: int, client: int, occurrence: int) -> Generator:
+    return default_rng(SeedSequence(seed, spawn_key=(work, client, occurrence, 3)))

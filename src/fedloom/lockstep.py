@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from fedloom.engines.vector import Vector
 from fedloom.errors import RunError, out_of_memory
@@ -26,9 +27,9 @@ def alike(one: Training, other: Training) -> bool:
     a, b = one.simulation, other.simulation
     if not isinstance(a.engine, Vector) or not isinstance(b.engine, Vector):
         return False
-    same_samples = a.federation.x is b.federation.x and a.federation.y is b.federation.y
     return (
-        same_samples
+        a.federation.x is b.federation.x
+        and _same_labels(a.federation.y, b.federation.y)
         and a.federation.preparation == b.federation.preparation
         and a.setup.local == b.setup.local
         and a.setup.space == b.setup.space
@@ -38,6 +39,11 @@ def alike(one: Training, other: Training) -> bool:
         and repr(a.task.model) == repr(b.task.model)
         and _same_answers(a.engine, b.engine)
     )
+
+
+def _same_labels(mine: Tensor, theirs: Tensor) -> bool:
+    """Each run under an attack has labels of its own, often the same ones."""
+    return mine is theirs or (mine.dtype == theirs.dtype and torch.equal(mine, theirs))
 
 
 def _same_answers(a: Vector, b: Vector) -> bool:

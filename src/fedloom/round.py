@@ -8,7 +8,7 @@
 StopIteration brings the Outcome.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,9 +74,15 @@ def begin_run(pipeline: Pipeline, setup: Setup, buffers: Buffers) -> RunState:
     return RunState(0, 0, setup.start, buffers, stages)
 
 
-def play_round(pipeline: Pipeline, setup: Setup, state: RunState) -> Generator[Work, Updates, Outcome]:
-    """One aggregation."""
-    desk = _Desk(pipeline, setup, state)
+def _ignore(work: Work, updates: Updates) -> None:
+    pass
+
+
+def play_round(
+    pipeline: Pipeline, setup: Setup, state: RunState, heard: Callable[[Work, Updates], None] = _ignore
+) -> Generator[Work, Updates, Outcome]:
+    """One aggregation. `heard` is told what the server received from each Work."""
+    desk = _Desk(pipeline, setup, state, heard)
     yield from desk.survey()
     updates = received = yield from desk.collect()
     for part in pipeline.updates:
@@ -116,11 +122,18 @@ def probe(pipeline: Pipeline, setup: Setup, state: RunState, clients: Tensor) ->
 class _Desk:
     """The server's desk during one round: it writes Works, reads what comes back, and lets every stage hear of it."""
 
-    def __init__(self, pipeline: Pipeline, setup: Setup, state: RunState) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        setup: Setup,
+        state: RunState,
+        listener: Callable[[Work, Updates], None] = _ignore,
+    ) -> None:
         self.pipeline = pipeline
         self.setup = setup
         self.theta, self.buffers = state.theta, state.buffers
-        self.stages = dict(state.stages)
+        self.stages = {part.key: part.stage.before_round(state.stages[part.key]) for part in pipeline.parts}
+        self.listener = listener
         self.work = state.work
         self.traffic = Traffic()
         self.wants = frozenset().union(*(part.stage.wants for part in pipeline.parts))
@@ -197,7 +210,10 @@ class _Desk:
         return table
 
     def receive(self, work: Work, updates: Updates) -> Updates:
-        """Count what came back, leave out what diverged, and tell every stage."""
+        """Let hostile clients have their way, count what came back, leave out what diverged, and tell every stage."""
+        for part in self.pipeline.updates:
+            self.stages[part.key], updates = part.stage.intercept(self.stages[part.key], work, updates)
+        self.listener(work, updates)
         self.traffic = self.traffic.plus(work, updates)
         if not bool(updates.finite.all()):
             updates = updates.only(updates.finite.nonzero().flatten())

@@ -89,6 +89,21 @@ class Rows:
         """Squared distances between all pairs of rows: [K, K], in float64."""
         return torch.stack([(self.matrix - row).double().square().sum(1) for row in self.matrix])
 
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation (of these rows, not estimated from them) in every coordinate: [P] each."""
+        variance, mean = torch.var_mean(self.matrix, dim=0, correction=0)
+        return mean, variance.sqrt()
+
+    def put(self, where: Tensor, rows: Tensor) -> "Rows":
+        """Other rows at these positions: [len(where), P], or [P] for all of them."""
+        matrix = self.matrix.clone()
+        matrix[where.to(matrix.device)] = rows.to(matrix)
+        return replace(self, matrix=matrix)
+
+    def finite(self) -> Tensor:
+        """Which rows hold neither NaN nor infinity: [K], on the CPU."""
+        return torch.isfinite(self.matrix).all(1).cpu()
+
     def _parts(self) -> Iterator[slice]:
         """All rows, a few at a time: what is made of them must fit into memory beside them."""
         some = max(1, PART // max(self.matrix.shape[1], 1))

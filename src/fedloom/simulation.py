@@ -107,6 +107,8 @@ class Simulation:
         )
         check_fit(task, moved, local)
         task = replace(task, channels_last=takes_channels_last(task, moved))
+        for part in pipeline.parts:
+            moved = part.stage.tamper(moved, setup)
         engine, why = choose_engine(wishes, task, moved, setup, rounds)
         absence = Absence.of(availability, dropout_rate, len(federation))
         return cls(
@@ -131,15 +133,14 @@ class Simulation:
         after: Callable[[Work, Updates], None] = lambda work, updates: None,
     ) -> Playing[Outcome]:
         """One round: it yields every Work as the clients see it, and is sent what they trained. `before` sees a Work
-        when it is asked, `after` when it has come back.
+        when it is asked, `after` what the server received from it.
         """
-        playing = play_round(self.pipeline, self.setup, state)
+        playing = play_round(self.pipeline, self.setup, state, after)
         work = next(playing)
         while True:
             before(work)
             prepared = self.population.prepare(work)
             updates = self.population.finish(prepared, (yield prepared))
-            after(prepared, updates)
             try:
                 work = playing.send(updates)
             except StopIteration as end:

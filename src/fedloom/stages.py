@@ -16,6 +16,7 @@ import torch
 from numpy.random import Generator as Rng
 from torch import Tensor
 
+from fedloom.federation import Federation
 from fedloom.local import Local
 from fedloom.rows import Rows
 from fedloom.space import Buffers, Space
@@ -161,7 +162,9 @@ class Wire(NamedTuple):
 
 
 class Stage:
-    """What all stages share. `heard` follows every Work, `observe` follows the server step."""
+    """What all stages share. `before_round` precedes the first Work of a round, `heard` follows every Work, `observe`
+    follows the server step.
+    """
 
     kind: ClassVar[str]
     weights: ClassVar[Weighting | None] = None  # "equal": this method's paper averages with equal weights
@@ -183,8 +186,15 @@ class Stage:
         """Refuse a union (by name of method and stage) that has no meaning; return a remark on one of no use."""
         return None
 
+    def tamper(self, federation: Federation, setup: Setup) -> Federation:
+        """The data that clients train on, where hostile ones have changed theirs; asked once, before a run begins."""
+        return federation
+
     def init(self, setup: Setup) -> State:
         return {}
+
+    def before_round(self, state: State) -> State:
+        return state
 
     def heard(self, state: State, work: Work, updates: Updates) -> State:
         return state
@@ -307,6 +317,17 @@ class Update(Stage):
 
     kind = "update"
     rank: ClassVar[int] = 50  # update stages act in this order, not in that of the text
+
+    @property
+    def compares(self) -> bool:
+        """Does it need several updates to do anything?"""
+        return True
+
+    def intercept(self, state: State, work: Work, updates: Updates) -> tuple[State, Updates]:
+        """May change what a Work brings, before it is counted and before any stage hears of it. Then a model that
+        travels on is a changed one.
+        """
+        return state, updates
 
     def apply(self, state: State, updates: Updates) -> tuple[State, Updates]:
         """May change rows, or drop some."""

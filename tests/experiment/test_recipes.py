@@ -508,6 +508,9 @@ def test_two_at_once(tmp_path: Path) -> None:
         ("seeds: 2", "force: {round: true, cohort: one-class}", 4, "expected {round: 40"),
         ("seeds: 2", "folds: 9", 4, "folds must be a whole number from 1 to 5"),
         ("  even:", "  empty: {methods: {FedAvg: null, RADFed: null}}\n  even:", 16, "this row has no method left"),
+        ("  even:", "  even:\n    join: krumm", 17, "krumm"),
+        ("  even:", "  even:\n    join: 3", 17, "3"),
+        ("  even:", "  even:\n    join: fedavgm", 17, "fedadam(lr=0.02) and fedavgm both fill the server stage"),
         ("last=3", "last=nan", 6, "has no meaning"),
         ("last=3", "last=0", 6, "has no meaning"),
         ("last=3", "last=2.5", 6, "has no meaning"),
@@ -518,6 +521,25 @@ def test_two_at_once(tmp_path: Path) -> None:
 )
 def test_more_that_is_wrong(old: str, new: str, line: int, message: str, tmp_path: Path) -> None:
     test_what_is_wrong_is_told_with_its_line(old, new, line, message, tmp_path)
+
+
+def test_a_row_whose_methods_are_all_joined_with_another(tmp_path: Path) -> None:
+    recipe = read_recipe(written(SMALL.replace("  even:", "  even:\n    join: attack+clip(norm=1.0)"), tmp_path))
+    texts = {(case.row, case.label): case.config.method for case in recipe.cases}
+    assert texts["skewed/2", "FedAvg"] == "fedavg"
+    assert texts["even", "FedAvg"] == "fedavg+attack+clip(norm=1.0)"
+    assert texts["even", "FedAdam"] == "fedadam(lr=0.02)+attack+clip(norm=1.0)"
+
+
+def test_rows_of_equal_settings_are_not_averaged(tmp_path: Path) -> None:
+    """They differ in their methods only, which have the same labels."""
+    text = SMALL.replace("classes(per_client=2)", "iid").replace("  even:", "  even:\n    join: krum")
+    found = reproduce(read_recipe(written(text, tmp_path)), tmp_path / "out", console=QUIET, seeds=2, rounds=3)
+    runs, labels = reproduction.drawn(found)
+    assert labels.count("FedAvg, skewed/2") == labels.count("FedAvg, even") == 2
+    methods = {label: run.config.method for run, label in zip(runs, labels, strict=True)}
+    assert methods["FedAvg, skewed/2"] == "fedavg"
+    assert methods["FedAvg, even"] == "fedavg+krum"
 
 
 def test_a_recipe_called_runs(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
+from scipy.stats import norm
 
 from tests.reference import Array, Averaging, Buffers, Client, Local, Model, Rate, constant, train
 
@@ -84,7 +85,7 @@ def plain_answers(rows: Array) -> Answers:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2.13 DGT and 3.5 Krum
+# Clipping, 2.13 DGT and 3.5 Krum
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +93,24 @@ class UpdateRule(Protocol):
     def apply(self, answers: Answers, weights: Array) -> Answers: ...
 
     def report(self) -> Numbers: ...
+
+
+@dataclass
+class Clip:
+    norm: float
+    clipped: list[bool] = field(default_factory=list)
+
+    def apply(self, answers: Answers, weights: Array) -> Answers:
+        lengths = [math.sqrt(float(row @ row)) for row in answers.rows]
+        self.clipped = [length > self.norm for length in lengths]
+        short = [
+            row * (self.norm / length) if long else row
+            for row, length, long in zip(answers.rows, lengths, self.clipped, strict=True)
+        ]
+        return replace(answers, rows=np.array(short))
+
+    def report(self) -> Numbers:
+        return {"clip.clipped": float(np.mean(self.clipped))}
 
 
 def cosine(a: Array, b: Array) -> float:
@@ -464,6 +483,54 @@ class Scaffold(Pull):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Hostile clients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def hostile_set(seed: int, population: int, number: int) -> set[int]:
+    """Rebuilt from the documented key."""
+    order = np.random.default_rng(np.random.SeedSequence((seed, 2))).permutation(population)
+    return {int(k) for k in order[:number]}
+
+
+def little_is_enough(r: int, f: int) -> float:
+    """z_max of Baruch et al.: m supporters make a majority with the f attackers; not below 0."""
+    m = max(math.floor(r / 2 + 1) - f, 1)
+    return max(0.0, float(norm.ppf((r - f - m) / (r - f))))
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """What hostile clients make of their updates in one Work."""
+
+    kind: Literal["sign-flip", "scale", "noise", "alie"]
+    clients: set[int]
+    s: float | None = None
+    seed: int = 0
+
+    def poison(self, rows: Array, cohort: Sequence[int], work: int) -> Array:
+        bad = [place for place, k in enumerate(cohort) if k in self.clients]
+        good = [place for place, k in enumerate(cohort) if k not in self.clients]
+        out = rows.copy()
+        for place in bad:
+            g = rows[place]
+            if self.kind == "sign-flip":
+                out[place] = -(self.s or 1.0) * g
+            elif self.kind == "scale":
+                out[place] = (self.s or 10.0) * g
+            elif self.kind == "noise":
+                key = (work, cohort[place], list(cohort[:place]).count(cohort[place]), 3)
+                n = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=key)).standard_normal(len(g))
+                out[place] = (self.s or 10.0) * math.sqrt(float(g @ g)) * n / math.sqrt(float(n @ n))
+            elif len(good) >= 2:
+                honest = rows[good]
+                mean = honest.sum(0) / len(good)
+                std = np.sqrt(((honest - mean) ** 2).sum(0) / len(good))
+                out[place] = mean - (self.s or little_is_enough(len(rows), len(bad))) * std
+        return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Whole runs
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -480,6 +547,7 @@ class Recipe:
     weights: Literal["samples", "equal"] = "samples"
     rate: Rate = constant
     redistributions: int | None = None  # RADFed's S
+    hostile: Hostile | None = None
     once: bool = False  # clients remember: who stands twice in a cohort trains once and counts twice
 
     def share(self, answers: Answers) -> Array:
@@ -569,7 +637,8 @@ def _ask(
         change.append(np.zeros_like(g) + sent)
     recipe.clients.heard(sizes)
     names, samples = list(cohort), np.array(sizes, dtype=np.float64)
-    return Answers(names, np.array(rows), samples, np.array(norms), names, np.array(change), counts)
+    received = np.array(rows) if recipe.hostile is None else recipe.hostile.poison(np.array(rows), cohort, work)
+    return Answers(names, received, samples, np.array(norms), names, np.array(change), counts)
 
 
 def final_score(model: Model, params: Array, client: Client, batch_size: int | None) -> float:

@@ -17,6 +17,7 @@ from tests.methods.test_privacy_refusals import REFUSED
 
 # Where the bare name would need a parameter, fill nothing, or train for long.
 EXAMPLES = {
+    "attack": "attack(kind='scale', fraction=0.4, scale=1.5)",
     "bernoulli": "bernoulli(rate=0.7)",
     "clip": "clip(norm=0.05)",
     "fedasync": "fedasync(max_staleness=2, rho=0.1)",
@@ -85,8 +86,30 @@ def refused(one: str, other: str) -> bool:
 
 def test_all_the_methods_are_here() -> None:
     expected = {
-        *("2dlrd", "adabest", "adafl", "bernoulli", "clustered", "decay-additive", "decay-all", "dgt", "exponential"),
-        *("fedadagrad", "fedadam", "fedasync", "fedavg", "fedavgm", "feddyn", "fedglad", "fednova", "fedprox"),
+        *(
+            "2dlrd",
+            "adabest",
+            "adafl",
+            "attack",
+            "bernoulli",
+            "clip",
+            "clustered",
+            "decay-additive",
+            "decay-all",
+            "dgt",
+        ),
+        *(
+            "exponential",
+            "fedadagrad",
+            "fedadam",
+            "fedasync",
+            "fedavg",
+            "fedavgm",
+            "feddyn",
+            "fedglad",
+            "fednova",
+            "fedprox",
+        ),
         *("fedyogi", "first-only", "fixed", "ida", "importance", "krum", "linear", "md", "median", "mixing", "radfed"),
         *("radfeda", "radfedi", "radfedm", "radfedp", "scaffold", "scaffold-m", "trimmed-mean", "uniform"),
     }

@@ -19,6 +19,7 @@ from tests.methods.test_privacy import training
 NOISE = "clip(norm=0.2)+noise(multiplier=0.7, seed=5)"
 ADMITTED = {
     "2dlrd": "2dlrd(c=0.5, window=1)",
+    "attack": "attack(kind=scale, fraction=0.4)",
     "bernoulli": "bernoulli(rate=0.5)",
     "clip": "clip(norm=0.2)",
     "decay-additive": "decay-additive(c=0.5, window=1)",
@@ -77,6 +78,11 @@ def test_refused(name: str, first: bool) -> None:
     assert REFUSED[name] in message
     assert name in message
     assert "noise" in message
+
+
+def test_attackers_who_know_the_others() -> None:
+    with pytest.raises(fl.MethodError, match="noise and attack can't be joined: attack alie makes hostile updates of"):
+        fl.Method(f"attack(kind=alie)+{NOISE}")
 
 
 @pytest.mark.parametrize("name", ADMITTED)

@@ -15,7 +15,7 @@
 Optional: `folds` (clients are held out in so many folds, each with every seed), `relative_to` (results of all other
 labels are relative differences to that label's, in percent), `plots` (further metrics to draw), `force` (a round whose
 clients are those with the most of one class), `scales` (settings that replace others at a scale), and in a row
-`methods` that replace, add or, with null, leave out.
+`methods` that replace, add or, with null, leave out, and `join`, a method that all of its methods are joined with.
 """
 
 import math
@@ -35,7 +35,7 @@ from fedloom.method import Method
 
 KEYS: tuple[str, ...] = ("title", "paper", "about", "seeds", "folds", "relative_to", "scores", "plots", "settings")
 KEYS += ("methods", "force", "rows", "scales")
-ROW_KEYS = ("settings", "methods", "printed")
+ROW_KEYS = ("settings", "methods", "join", "printed")
 SCALES = ("smoke", "quick", "paper")
 NOT_HERE = ("method", "seed", "fold", "device", "engine")  # settings that a recipe does not hold
 
@@ -174,6 +174,7 @@ class _Reader:
         base = self.settings(RunConfig(), "settings")
         base = self.settings(base, "rows", name, "settings")
         own = self.mapping("rows", name, "methods")
+        joined = [self.told(Method, row["join"], "rows", name, "join")] if "join" in row else []
         methods: dict[str, tuple[str, ...]] = {label: ("methods", label) for label in self.mapping("methods")}
         methods |= {label: ("rows", name, "methods", label) for label in own}
         printed = self.printed(name, scores, {label for label in methods if own.get(label, "") is not None})
@@ -185,9 +186,11 @@ class _Reader:
             if isinstance(value, dict):
                 self.known(value, ("method", "settings"), *at)
                 config, text = self.settings(base, *at, "settings"), value.get("method")
-            method = self.told(Method, text, *at).text
+            method = self.told(Method, text, *at)
+            for other in joined:
+                method = self.told(method.__add__, other, "rows", name, "join")
             told = {score: values[label] for score, values in printed.items() if label in values}
-            yield Case(name, label, config.change({"method": method}), told)
+            yield Case(name, label, config.change({"method": method.text}), told)
 
     def printed(self, row: str, scores: Mapping[str, Score], labels: set[str]) -> dict[str, dict[str, Printed]]:
         at = ("rows", row, "printed")

@@ -3,6 +3,7 @@
 from fedloom.methods import (
     adabest,
     adafl,
+    attack,
     bernoulli,
     clip,
     decay_additive,
@@ -39,6 +40,7 @@ from fedloom.methods import (
 __all__ = [
     "adabest",
     "adafl",
+    "attack",
     "bernoulli",
     "clip",
     "decay_additive",

@@ -32,6 +32,10 @@ class Clip(Update):
     def __post_init__(self) -> None:
         check(0 < self.norm < float("inf"), f"clip: norm must be above 0, not {self.norm}")
 
+    @property
+    def compares(self) -> bool:
+        return False
+
     def init(self, setup: Setup) -> State:
         return {"clipped": scalar("nan")}
 

@@ -113,7 +113,11 @@ class Asynchronous(Schedule):
         return full
 
     def join(self, others: Mapping[str, Stage]) -> str | None:
-        idle = [key.partition(".")[0] for key, stage in others.items() if isinstance(stage, Update | Rescaler)]
+        idle = [
+            key.partition(".")[0]
+            for key, stage in others.items()
+            if isinstance(stage, Rescaler) or (isinstance(stage, Update) and stage.compares)
+        ]
         return f"fedasync averages one client at a time, so without effect: {', '.join(idle)}" if idle else None
 
     def wire(self, space: Space) -> Wire:

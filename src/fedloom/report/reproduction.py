@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import math
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.table import Table
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.findings import Finding, Reproduction
 from fedloom.experiment.folder import Run, write_text
+from fedloom.report.describe import group_of
 from fedloom.report.figures import write as draw
 from fedloom.report.page import runs_page
 
@@ -125,16 +127,21 @@ def write(found: Reproduction, command: str, figures: bool = False) -> list[Path
 
 
 def drawn(found: Reproduction) -> tuple[list[Run], list[str]]:
-    """All runs with the labels of their methods. What a label sets for itself is no setting of its row."""
-    runs, labels = [], []
+    """All runs with the labels of their methods. What a label sets for itself is no setting of its row. Rows that have
+    all settings in common differ in their methods: there a label tells its row, too.
+    """
+    runs, rows, labels = [], [], []
     of_row: dict[str, RunConfig] = {}
     for cell in found.cells:
         for run in cell.runs:
             common, own = of_row.setdefault(cell.case.row, run.config), run.config
             config = replace(common, method=own.method, seed=own.seed, fold=own.fold, rounds=own.rounds)
             runs.append(replace(run, config=config))
+            rows.append(cell.case.row)
             labels.append(cell.case.label)
-    return runs, labels
+    groups = Counter(group_of(config) for config in of_row.values())
+    told = [groups[group_of(of_row[row])] > 1 for row in rows]
+    return runs, [f"{label}, {row}" if tell else label for label, row, tell in zip(labels, rows, told, strict=True)]
 
 
 def page(found: Reproduction, runs: list[Run], labels: list[str]) -> str:
