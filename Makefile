@@ -12,7 +12,7 @@ export FEDLOOM_DATA ?= $(if $(DATA),$(CURDIR)/.data)
 # Small steps on many threads wait for each other; the tests and the demo run on one.
 export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench docs gpu lock lock-check clean
+.PHONY: help setup demo test test-all lint audit format bench docs gpu lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -45,10 +45,14 @@ test: $(STAMP) $(DATA)  ## the tests of every day (below 8 minutes on 2 cores)
 test-all: $(STAMP) $(DATA)  ## the long ones too
 	$(BIN)/python -m pytest -m "not gpu"
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, mypy and bandit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit -q -r src scripts benchmarks
+
+audit: $(STAMP)  ## known holes in what is installed; asks an advisory service, so not part of lint
+	$(BIN)/python scripts/audit.py
 
 format: $(STAMP)  ## let ruff rewrite
 	$(BIN)/ruff check --fix .

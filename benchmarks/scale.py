@@ -7,7 +7,7 @@ the data and what PyTorch itself needs are not counted.
 
 import json
 import resource
-import subprocess
+import subprocess  # nosec B404  # never with a shell
 import sys
 import time
 from pathlib import Path
@@ -64,7 +64,7 @@ def main() -> None:
     heading(["clients", "ms per round", "s to the first round", "MB beyond the data", "MB of that remembered, at most"])
     for clients in [int(text) for text in sys.argv[1:]] or CLIENTS:
         command = [sys.executable, str(Path(__file__)), "--one", str(clients)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, check=True, capture_output=True, text=True)  # nosec B603  # this file, and a number
         results[clients] = found = json.loads(done.stdout)
         show([f"{clients:,}", *(f"{value:.2f}" for value in found.values())])
     save("scale", torch.device("cuda" if torch.cuda.is_available() else "cpu"), results)

@@ -5,7 +5,7 @@ Without arguments: check that constraints.txt still is such a resolution. With -
 
 import json
 import re
-import subprocess
+import subprocess  # nosec B404  # never with a shell
 import sys
 import tempfile
 import tomllib
@@ -29,7 +29,7 @@ def resolve(constraints: Path | None) -> list[str]:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
         command += ["--report", str(report), *(["-c", str(constraints)] if constraints else []), *wanted()]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True)  # nosec B603  # pip, with names out of pyproject.toml
         found = json.loads(report.read_text())["install"]
     names = {re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower(): item["metadata"]["version"] for item in found}
     return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(names.items())]

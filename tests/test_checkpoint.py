@@ -226,6 +226,17 @@ def test_missing_files(two: tuple[Path, dict[int, Tensor]], tmp_path: Path) -> N
         assert played(folder, resume=True).state.round == 6  # the damaged one has been replaced
 
 
+def test_pipe_in_place_of_a_file(two: tuple[Path, dict[int, Tensor]], tmp_path: Path) -> None:
+    """It would wait for ever."""
+    for name in (MANIFEST, TENSORS):
+        folder = tmp_path / name
+        shutil.copytree(two[0], folder)
+        path = folder / "round-00000006" / name
+        path.unlink()
+        os.mkfifo(path)
+        assert played(folder, resume=True).state.round == 5
+
+
 def test_damaged_one_does_not_outlive_the_next(two: tuple[Path, dict[int, Tensor]], tmp_path: Path) -> None:
     """After round 5 was resumed because 6 is damaged, and round 7 is saved, 7 and 5 are kept, not 7 and 6."""
     folder = tmp_path / "c"
@@ -564,8 +575,9 @@ def test_folder_that_may_not_be_written() -> None:
     # Root may write everywhere, so that it becomes nobody.
     code = (
         "import os, torch, fedloom as fl\n"
-        "if os.geteuid() == 0: os.seteuid(65534)\n"
         "data = fl.Federation.from_arrays([(torch.randn(4, 3), [0, 1, 0, 1])] * 3)\n"
+        "fl.fit(torch.nn.Linear(3, 2), data, rounds=1)\n"  # all imports, as long as they may be read
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
         f"fl.fit(torch.nn.Linear(3, 2), data, rounds=2, checkpoint={str(folder / 'c')!r})\n"
     )
     failed = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60)

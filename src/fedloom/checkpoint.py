@@ -26,6 +26,7 @@ from fedloom.errors import RunError
 from fedloom.memory import Memory
 from fedloom.round import RunState
 from fedloom.stages import State
+from fedloom.untrusted import open_plain, read_bytes
 
 LOG = logging.getLogger("fedloom")
 FORMAT = 2
@@ -33,6 +34,7 @@ KEPT = 2
 MEMORY = "memory"
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 PORTION = 1 << 28  # bytes of what clients remember that are in one file, and in memory for it
+LONGEST = 1 << 30  # bytes of a manifest
 LARGER = 2  # a new piece takes in one before it that is at most so many times as large
 
 
@@ -241,7 +243,7 @@ def _unusable(folder: Path, error: OSError) -> RunError:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    head, _, text = (path / MANIFEST).read_text(encoding="utf-8").partition("\n")
+    head, _, text = read_bytes(path / MANIFEST, LONGEST, links=False).decode("utf-8").partition("\n")
     if json.loads(head)["sha256"] != hashlib.sha256(text.encode()).hexdigest():
         raise ValueError("its manifest does not match its checksum")
     manifest: dict[str, Any] = json.loads(text)
@@ -334,7 +336,7 @@ def _nest(prefix: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_plain(path, links=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

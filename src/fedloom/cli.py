@@ -99,7 +99,7 @@ def run(
     from fedloom.experiment.track import read_trackers, tracked
 
     trackers = read_trackers(track)
-    begun = read_config(folder / CONFIG) if resume and (folder / CONFIG).is_file() else {}
+    begun = read_config(folder / CONFIG, links=False) if resume and (folder / CONFIG).is_file() else {}
     settings = _settings(begun, written, config, overwrite, resume)
     if resume and is_finished(folder):
         done = start_run(settings, folder, resume=True)

@@ -109,7 +109,7 @@ class Evaluator:
 
     def by_client(self, flat: Tensor, buffers: Buffers, holdout: Holdout) -> list[float]:
         """The metric on each client that was held out; nan where it is undefined."""
-        assert holdout.offsets is not None
+        assert holdout.offsets is not None  # nosec B101  # for the type checker
         if not self._scores(holdout):
             return [float("nan")] * (len(holdout.offsets) - 1)
         return self._by_client(self._outputs(flat, buffers, holdout)[0], holdout.y, holdout.offsets.tolist())

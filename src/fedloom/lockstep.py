@@ -165,5 +165,5 @@ def _joined(lead: Vector, parts: Parts) -> list[Updates]:
 
 def _engine(training: Training) -> Vector:
     engine = training.simulation.engine
-    assert isinstance(engine, Vector)
+    assert isinstance(engine, Vector)  # nosec B101  # for the type checker
     return engine

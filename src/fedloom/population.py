@@ -17,6 +17,7 @@ from fedloom.keys import answer_rng
 from fedloom.memory import Memory, Room
 from fedloom.method import Part
 from fedloom.stages import Client, Info, Setup, State, Updates, Work
+from fedloom.untrusted import open_plain
 
 Availability = float | Callable[[int, int], bool] | np.ndarray | str | Path | None
 
@@ -73,10 +74,12 @@ class Absence:
 
 def _read_trace(path: Path) -> np.ndarray:
     try:
-        table = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",", ndmin=2)
-    except (OSError, ValueError) as error:
+        with open_plain(path) as file:
+            if path.suffix == ".npy":
+                return np.lib.format.read_array(file, allow_pickle=False)
+            return np.loadtxt(file, delimiter=",", ndmin=2)
+    except (OSError, ValueError, MemoryError) as error:
         raise DataError(f"the availability trace {path} can't be read: {error}") from None
-    return np.asarray(table)
 
 
 class Population:

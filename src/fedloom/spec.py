@@ -37,7 +37,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise SpecError(f"{self.name!r} is no name: letters, digits, '-' and '_', a letter or digit first")
+            raise SpecError(f"{_brief(self.name)} is no name: letters, digits, '-' and '_', a letter or digit first")
 
     def __str__(self) -> str:
         shown = [show(v) for v in self.values] + [f"{n}={show(v)}" for n, v in self.named.items()]
@@ -65,12 +65,16 @@ def parse_one(text: str) -> Call:
     return calls[0]
 
 
+def _is_inf(value: Any) -> bool:
+    return isinstance(value, float) and math.isinf(value)
+
+
 def show(value: Any) -> str:
     """A value as the text form writes it, so that reading it gives the same value."""
-    if isinstance(value, float) and math.isinf(value):
+    if _is_inf(value):
         return "inf" if value > 0 else "-inf"
     if isinstance(value, list | tuple):  # inside a list only a literal is read, and 1e999 is one
-        return f"[{', '.join(show(item).replace('inf', '1e999') for item in value)}]"
+        return f"[{', '.join(show(item).replace('inf', '1e999') if _is_inf(item) else show(item) for item in value)}]"
     return repr(value)
 
 
@@ -84,7 +88,7 @@ def from_data(data: Any) -> list[Call]:
     if isinstance(data, str):
         return parse(data)
     if not isinstance(data, list) or not data:
-        raise SpecError(f"expected a text or a list of methods, got {data!r}")
+        raise SpecError(f"expected a text or a list of methods, got {_brief(data)}")
     try:
         return [call for item in data for call in _item(item)]
     except RecursionError:
@@ -100,7 +104,14 @@ def _item(item: Any) -> list[Call]:
             return [Call(name)]
         if isinstance(named, dict) and all(isinstance(n, str) and _PARAMETER.fullmatch(n) for n in named):
             return [Call(name, named={n: _only_plain(value, name) for n, value in named.items()})]
-    raise SpecError(f"expected a name or one 'name: {{parameter: value}}', got {item!r}")
+    raise SpecError(f"expected a name or one 'name: {{parameter: value}}', got {_brief(item)}")
+
+
+def _brief(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists
+        return f"a {type(value).__name__}"
 
 
 def _plain(value: Any) -> Any:

@@ -208,8 +208,8 @@ class Training:
         self.saved = time.monotonic()
         self.trained = 0.0  # seconds that the clients of this round trained
         self.resumed = resume
-        if resume:
-            self.resume()
+        if resume and self.checkpoints is not None:
+            self.resume(self.checkpoints)
 
     def run(self, callbacks: Sequence[Callback] = ()) -> Result:
         """Play the rounds that are left, with the engine of this run."""
@@ -386,22 +386,26 @@ class Training:
                 f"max_diverged={self.max_diverged}; lower a learning rate or clip local gradients{where}"
             )
 
-    def resume(self) -> None:
+    @property
+    def last_safe(self) -> str:
+        """What of this run is on disk, in words."""
+        return "nothing of it is on disk" if self.checkpoints is None else self.checkpoints.last_safe
+
+    def resume(self, checkpoints: Checkpoints) -> None:
         """Continue from the newest checkpoint, if there is one."""
         from safetensors import SafetensorError
 
-        assert self.checkpoints is not None
         setup = self.simulation.setup
-        saved = self.checkpoints.load(setup.device)
+        saved = checkpoints.load(setup.device)
         if saved is None:
             return
-        folder, round = self.checkpoints.folder, saved.state.round
+        folder, round = checkpoints.folder, saved.state.round
         if round > self.rounds:
             raise RunError(f"{folder} is at round {round} already; rounds={self.rounds} is too few")
         try:
             self.state = _placed(saved.state, self.state, setup.device)
             for key, memory in self.simulation.population.memory.items():
-                memory.restore(self.checkpoints.remembered(key))
+                memory.restore(checkpoints.remembered(key))
             self.diagnosis.restore(saved.diagnosis, round, setup.device)
             self.best.score, self.best.waited = saved.notes["score"], int(saved.notes["waited"])
         except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError) as error:

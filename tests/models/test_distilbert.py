@@ -1,5 +1,6 @@
 """DistilBERT from a local folder, with a tiny one that the tests write; nothing is fetched."""
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -121,4 +122,26 @@ def test_damaged_folders(folder: Path) -> None:
         make("distilbert(weights='tiny')", shape)
     (folder / "tiny" / "config.json").write_text("{")
     with pytest.raises(ModelError, match="tiny holds no model that transformers can read"):
+        make("distilbert(weights='tiny')", shape)
+
+
+def test_a_hostile_folder(folder: Path) -> None:
+    """Layers without end, code of the publisher, and a pickle in the place of weights."""
+    tiny, shape = folder / "tiny", with_files(SHAPE, folder)
+    good = (tiny / "config.json").read_text()
+    evil = "import os; os.mkdir('owned')\n"
+    (tiny / "evil.py").write_text(evil)
+    for changes, words in (
+        ({"n_layers": 10**8}, "n_layers is 100000000, but 1000 are the most"),
+        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}, "holds no model"),
+        ({"dim": 10**12}, "holds no model"),
+    ):
+        (tiny / "config.json").write_text(json.dumps({**json.loads(good), **changes}))
+        with pytest.raises(ModelError, match=words):
+            make("distilbert(weights='tiny')", shape)
+    (tiny / "config.json").write_text(good)
+    weights = load_file(tiny / "model.safetensors")
+    (tiny / "model.safetensors").unlink()
+    torch.save(weights, tiny / "pytorch_model.bin")  # harmless, but nothing tells it from one that is not
+    with pytest.raises(ModelError, match="holds no model"):
         make("distilbert(weights='tiny')", shape)

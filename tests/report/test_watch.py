@@ -184,5 +184,5 @@ def test_links_and_pipes_are_left_alone(tmp_path: Path) -> None:
     assert [name for name, _ in run_folders(root)] == ["mine"]
     with pytest.raises(OSError, match="symbolic links"):
         Tail(root / "files" / "metrics.jsonl").read()
-    with pytest.raises(RunError, match="no plain file"):
+    with pytest.raises(OSError, match="no plain file"):
         Tail(pipe / "metrics.jsonl").read()

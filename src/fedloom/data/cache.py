@@ -7,14 +7,18 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
 from fedloom.data.corpus import Corpus
+from fedloom.untrusted import open_plain, read_bytes
 
-VERSION = 1  # of what the parsers make of a file; raise it when one of them changes
+VERSION = 2  # of what the parsers make of a file; raise it when one of them changes
 FACTS = "facts.json"
+LONGEST_FACTS = 64 << 20  # bytes
+FIELDS = [f.name for f in fields(Corpus)]
 ABANDONED = 86_400.0  # seconds after which half an entry is nobody's
 
 
@@ -44,12 +48,19 @@ def _key(call: str, sources: Sequence[Path]) -> str:
 
 def _read(entry: Path) -> Corpus | None:
     try:
-        facts = json.loads((entry / FACTS).read_text())
-        arrays = {name: np.load(entry / f"{name}.npy", allow_pickle=False) for name in facts.pop("arrays")}
-        return Corpus.of(arrays, facts)
-    except (OSError, EOFError, ValueError, KeyError, TypeError):  # none, cut off or of another version: parse again
-        shutil.rmtree(entry, ignore_errors=True)
+        facts = json.loads(read_bytes(entry / FACTS, LONGEST_FACTS))
+        arrays = {name: _array(entry / f"{name}.npy") for name in FIELDS if name in facts["arrays"]}
+        found = Corpus.of(arrays, dict(facts["facts"]))
+        found.check()
+        return found
+    except (OSError, EOFError, ValueError, KeyError, TypeError, MemoryError, RecursionError):
+        shutil.rmtree(entry, ignore_errors=True)  # none, cut off or of another version: parse again
         return None
+
+
+def _array(path: Path) -> np.ndarray:
+    with open_plain(path, links=False) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _write(entry: Path, corpus: Corpus) -> None:
@@ -64,7 +75,7 @@ def _write(entry: Path, corpus: Corpus) -> None:
         arrays = corpus.arrays()
         for name, array in arrays.items():
             np.save(beside / f"{name}.npy", array, allow_pickle=False)
-        (beside / FACTS).write_text(json.dumps({**corpus.facts(), "arrays": sorted(arrays)}))
+        (beside / FACTS).write_text(json.dumps({"facts": corpus.facts(), "arrays": sorted(arrays)}))
         os.replace(beside, entry)
     except OSError:
         shutil.rmtree(beside, ignore_errors=True)

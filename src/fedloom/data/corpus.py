@@ -47,6 +47,18 @@ class Corpus:
         plain: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in facts.items()}
         return cls(**{**plain, **arrays})
 
+    def check(self) -> None:
+        """A ValueError where the arrays do not go together, as in a cache that was damaged."""
+        for x, y, owner in ((self.train_x, self.train_y, self.owner), (self.test_x, self.test_y, self.test_owner)):
+            if x is None or y is None:
+                continue
+            if not x.ndim or not y.ndim or len(x) != len(y) or (owner is not None and owner.shape != (len(y),)):
+                raise ValueError("samples, targets and owners differ in number")
+            if owner is not None and len(owner):
+                names = 0 if self.owners is None else len(self.owners)
+                if owner.dtype.kind not in "iu" or owner.min() < 0 or owner.max() >= names:
+                    raise ValueError("samples belong to nobody")
+
     @property
     def digest(self) -> str:
         """Tells other data to be dealt out: all targets, and enough of the samples."""

@@ -1,22 +1,27 @@
 """Where a data set's files come from: the user's folder, the cache, the publisher. Nothing is read unchecked."""
 
+import bz2
 import gzip
 import hashlib
+import io
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from fedloom.errors import DataError
+from fedloom.untrusted import NotPlain, Unpacked, check_zip, is_folder, is_plain, open_plain, read_bytes
 
 FOLDER, CACHE = "FEDLOOM_DATA", "FEDLOOM_CACHE"
 SUMS = "SHA256SUMS"
-_READERS = ("zlib", "lzma", "_lzma", "tarfile", "json", "pyarrow", "pandas", "wave", "struct", "_csv")
+LONGEST_SUMS = 16 << 20  # bytes
+_READERS = ("zlib", "lzma", "_lzma", "tarfile", "json", "pyarrow", "pandas", "wave", "struct", "_csv", "tokenize")
+_DAMAGE = (OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError, RuntimeError, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,12 @@ class Source:
 
 def cache_folder() -> Path:
     """Where Fedloom keeps what it can make again."""
-    return Path(os.environ.get(CACHE) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom")
+    try:
+        return Path(
+            os.environ.get(CACHE) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedloom"
+        )
+    except RuntimeError:  # nobody's home
+        raise DataError(f"there is no home folder to keep the cache in; name a folder with {CACHE}") from None
 
 
 @dataclass(frozen=True)
@@ -62,14 +72,14 @@ class Files:
     @classmethod
     def of(cls, data_dir: str | Path | None = None) -> "Files":
         given = data_dir or os.environ.get(FOLDER) or None
-        if data_dir and not Path(data_dir).is_dir():
+        if data_dir and not is_folder(Path(data_dir)):
             raise DataError(f"the data folder {data_dir} does not exist")
         return cls(Path(given) if given else None, cache_folder())
 
     def local(self, name: str) -> Path | None:
         """A file or folder of that name in the user's folder or among the downloads."""
         for folder in (self.folder, self.cache / "downloads"):
-            if folder is not None and (folder / name).exists():
+            if folder is not None and (is_plain(folder / name) or is_folder(folder / name)):
                 return folder / name
         return None
 
@@ -166,7 +176,9 @@ def _listed(path: Path) -> str:
     sums = path.parent / SUMS
     if not sums.is_file():
         return ""
-    for line in sums.read_text(errors="replace").splitlines():
+    with reading(sums):
+        lines = read_bytes(sums, LONGEST_SUMS).decode(errors="replace").splitlines()
+    for line in lines:
         digest, _, name = line.partition(" ")
         if name.lstrip(" *").removeprefix("./") == path.name:
             return f"sha256:{digest.lower()}"
@@ -175,7 +187,7 @@ def _listed(path: Path) -> str:
 
 def _check(path: Path, wanted: str) -> None:
     kind, _, digest = wanted.partition(":")
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         found = hashlib.file_digest(file, kind).hexdigest()
     if found != digest:
         raise DataError(f"{path} is damaged or altered: its {kind} is {found}, but {digest} was expected")
@@ -188,7 +200,9 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, EOFError, ValueError, KeyError, IndexError, zipfile.BadZipFile, UnicodeError) as error:
+    except NotPlain as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+    except _DAMAGE as error:
         raise DataError(_damaged(path, error)) from None
     except Exception as error:
         if type(error).__module__.split(".")[0] in _READERS:
@@ -203,15 +217,37 @@ def _damaged(path: Path, error: Exception) -> str:
 
 def read_npz(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     """The named arrays of an .npz file; the zip's own checksums are compared on the way."""
-    with reading(path), np.load(path, allow_pickle=False) as archive:
+    with reading(path), open_npz(path) as archive:
         missing = [name for name in names if name not in archive.files]
         if missing:
             raise DataError(f"{path} has no array {missing[0]!r}; it needs {', '.join(names)}")
-        return {name: archive[name] for name in names}
+        return {name: array_of(archive, name, path) for name in names}
+
+
+@contextmanager
+def open_npz(path: Path) -> Iterator[Any]:
+    """An .npz file that does not unpack to far more than its size; nothing in it is ever unpickled."""
+    check_zip(path)
+    with open_plain(path) as file, np.load(file, allow_pickle=False) as archive:
+        yield archive
+
+
+def array_of(archive: Any, name: str, path: Path) -> np.ndarray:
+    """One array of it: a member that is none comes as bytes."""
+    found = archive[name]
+    if not isinstance(found, np.ndarray):
+        raise DataError(f"{path}: {name!r} is no array")
+    return found
+
+
+def unpack(path: Path) -> IO[bytes]:
+    """The bytes of a file packed by gzip or bzip2, as far as they are not far more than its size."""
+    file = open_plain(path)
+    stream: io.BufferedIOBase = bz2.BZ2File(file) if path.suffix == ".bz2" else gzip.GzipFile(fileobj=file)
+    return io.BufferedReader(Unpacked(stream, path, file))
 
 
 def open_text(path: Path) -> IO[str]:
     """A text file, packed by gzip or not."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+    file = unpack(path) if path.suffix == ".gz" else open_plain(path)
+    return io.TextIOWrapper(file, encoding="utf-8", newline="")

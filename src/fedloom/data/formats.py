@@ -1,6 +1,5 @@
 """File formats that several data sets share. Each parser checks what it reads; none of them ever unpickles."""
 
-import gzip
 import json
 import math
 import re
@@ -13,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from fedloom.data.corpus import Corpus
-from fedloom.data.files import Source, read_npz, reading
+from fedloom.data.files import Source, open_text, read_npz, reading, unpack
 from fedloom.errors import DataError
+from fedloom.untrusted import most_unpacked, open_plain, too_much
 
 SPLITS = ("train", "test")
 ARRAYS = ("train_x", "train_y", "test_x", "test_y")
@@ -80,16 +80,16 @@ def plain_images(path: Path, shape: tuple[int, ...], classes: int) -> tuple[Pair
     return train, test
 
 
-def read_idx(file: gzip.GzipFile, path: Path) -> np.ndarray:
+def read_idx(file: IO[bytes], path: Path) -> np.ndarray:
     """An array in the format of MNIST's files: magic, number of axes, big-endian sizes, bytes."""
     with reading(path):
         magic = file.read(4)
         if magic[:3] != _IDX_BYTES or len(magic) < 4:
             raise DataError(f"{path} is no idx file of bytes: it begins with {magic.hex() or 'nothing'}")
         shape = tuple(np.frombuffer(file.read(4 * magic[3]), dtype=">u4").tolist())
-        content = np.frombuffer(file.read(), dtype=np.uint8)
+        content = np.frombuffer(file.read(min(math.prod(shape), most_unpacked(path)) + 1), dtype=np.uint8)
         if len(content) != math.prod(shape):
-            raise DataError(f"{path} is cut off: {len(content)} bytes of an array {list(shape)}")
+            raise DataError(f"{path} is cut off or too long: {len(content)} bytes of an array {list(shape)}")
         return content.reshape(shape).copy()  # to be written to
 
 
@@ -97,7 +97,7 @@ def idx_pair(images: Path, labels: Path) -> Pair:
     """Images and labels out of two idx files packed by gzip."""
 
     def unpacked(path: Path) -> np.ndarray:
-        with reading(path), gzip.open(path) as file:
+        with reading(path), unpack(path) as file:
             return read_idx(file, path)
 
     return unpacked(images), unpacked(labels)
@@ -137,15 +137,26 @@ def cifar_images(path: Path, train: Sequence[str], test: str, label_bytes: int, 
 def tar_files(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """Name and content of the wanted files of a tar archive, in its order; nothing is unpacked to disk."""
     with reading(path), _open_tar(path) as archive:
-        for member in archive:
-            if member.isfile() and wanted(member.name):
-                file = archive.extractfile(member)
-                if file is not None:
-                    yield member.name, file.read()
+        for member in _plain_members(archive, path):
+            file = archive.extractfile(member) if wanted(member.name) else None
+            if file is not None:
+                yield member.name, file.read()
 
 
-def _open_tar(path: Path) -> tarfile.TarFile:
-    return tarfile.open(path, "r:bz2") if path.suffix == ".bz2" else tarfile.open(path, "r:gz")
+@contextmanager
+def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
+    """Read from its beginning to its end, which bounds what is unpacked."""
+    with unpack(path) as file, tarfile.open(fileobj=file, mode="r|", bufsize=1 << 20) as archive:
+        yield archive
+
+
+def _plain_members(archive: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
+    """Its files, without links and devices; one with holes may say that it is larger than anything that was packed."""
+    for member in archive:
+        if member.isfile():
+            if not 0 <= member.size <= most_unpacked(path):
+                raise too_much(path)
+            yield member
 
 
 @contextmanager
@@ -153,9 +164,9 @@ def unpacked_from(path: Path, names: Sequence[str]) -> Iterator[list[Path]]:
     """The named files of a tar archive, laid out in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         with reading(path), _open_tar(path) as archive:
-            for member in archive:
+            for member in _plain_members(archive, path):
                 name = PurePosixPath(member.name).name
-                file = archive.extractfile(member) if member.isfile() and name in names else None
+                file = archive.extractfile(member) if name in names else None
                 if file is not None:
                     with (Path(folder) / name).open("wb") as target:
                         shutil.copyfileobj(file, target)
@@ -171,8 +182,8 @@ def leaf_users(folder: Path) -> Iterator[tuple[Path, str, Any, Any]]:
     if not files:
         raise DataError(f"{folder} has no .json files, which LEAF's scripts write there")
     for path in files:
-        with reading(path):
-            content = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path), open_plain(path) as file:
+            content = json.load(file)
         if not isinstance(content, dict) or not isinstance(content.get("user_data"), dict):
             raise DataError(f"{path} is no file of LEAF: it has no user_data")
         for user, data in content["user_data"].items():
@@ -191,12 +202,40 @@ def hdf5_users(path: Path, names: Sequence[str], most: int | None = None) -> Ite
         raise DataError(f"{path}: reading HDF5 needs h5py; install it with pip install 'fedloom[tff]'") from None
     with reading(path):
         try:
-            with h5py.File(path, "r") as file:
-                users = file["examples"]
+            with open_plain(path), h5py.File(path, "r") as file:
+                users = _own_group(file, "examples", path)
                 for user in islice(users, most):
-                    yield user, [np.asarray(users[user][name][()]) for name in names]
-        except RuntimeError as error:  # how the HDF5 library reports some kinds of damage
+                    found = _own_group(users, user, path)
+                    yield user, [_own_array(found, name, path) for name in names]
+        except TypeError as error:  # how the HDF5 library reports some kinds of damage
             raise DataError(f"{path} is damaged or of another format: {error}") from None
+
+
+def _own_group(above: Any, name: str, path: Path) -> Any:
+    import h5py
+
+    if not isinstance(above.get(name, getlink=True), h5py.HardLink) or above.get(name, getclass=True) is not h5py.Group:
+        raise DataError(f"{path}: {name!r} is no group of this file")
+    return above[name]
+
+
+def _own_array(above: Any, name: str, path: Path) -> np.ndarray:
+    """An array that lies in the file itself: HDF5 could let it lie in any other, or leave it out and say how large."""
+    import h5py
+
+    if name not in above:
+        raise DataError(f"{path} has no {name!r} in {above.name!r}")
+    if (
+        not isinstance(above.get(name, getlink=True), h5py.HardLink)
+        or above.get(name, getclass=True) is not h5py.Dataset
+    ):
+        raise DataError(f"{path}: {name!r} is no array of this file")
+    found = above[name]
+    if found.is_virtual or found.external:
+        raise DataError(f"{path}: {name!r} lies in another file")
+    if found.nbytes > most_unpacked(path):
+        raise too_much(path)
+    return np.asarray(found[()])
 
 
 class Owners:
@@ -217,7 +256,8 @@ def csv_texts(path: Path, classes: int) -> tuple[Texts, Texts]:
     import pandas as pd
 
     with reading(path):
-        table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8")
+        with open_text(path) as file:
+            table = pd.read_csv(file, dtype=str, keep_default_na=False)
         missing = [name for name in ("split", "label", "text") if name not in table.columns]
         if missing:
             raise DataError(f"{path} has no column {missing[0]!r}; it needs split, label and text")
@@ -271,7 +311,8 @@ def load_tokenizer(name: str) -> tuple[Callable[[list[str], int], np.ndarray], i
         raise DataError(f"tokenizer={name!r} needs transformers; install it: pip install 'fedloom[text]'") from None
     try:
         local = Path(name).is_dir() or not _hub_answers()
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+        # Whose tokenizer, and which state of it, is the user's choice; no code of it is run.
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)  # nosec B615
     except Exception as error:  # a tokenizer's files may be wrong in many ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"tokenizer={name!r} is no folder with a tokenizer and not to be had: {reason}") from None
@@ -290,7 +331,7 @@ def _hub_answers() -> bool:
     from huggingface_hub import constants
 
     try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=10).close()
+        urllib.request.urlopen(constants.ENDPOINT, timeout=10).close()  # nosec B310  # asked only whether it answers
     except urllib.error.HTTPError:
         return True
     except OSError:

@@ -12,6 +12,7 @@ Client j of a shard has its rows from `offsets[j]` to `offsets[j + 1]`.
 With subfolders `train` and `test` the clients come from the first and the test set from the second.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedloom.data.corpus import Corpus
-from fedloom.data.files import reading
+from fedloom.data.files import array_of, open_npz, open_text, reading
 from fedloom.errors import DataError, nearest
+from fedloom.untrusted import is_folder, is_plain, most_unpacked, open_plain, too_much
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,7 +63,7 @@ def table_corpus(
 
 def folder_corpus(folder: Path, *, label: str = "label", client: str | None = None) -> Corpus:
     """A folder of files as a corpus with one natural client for each file, or for each client of a shard."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise DataError(f"{folder} is no folder")
     split = (folder / "train").is_dir()
     train = _pieces(folder / "train" if split else folder, label, client)
@@ -95,13 +97,13 @@ def _kind(path: Path) -> str:
 
 
 def _arrays(path: Path, name: str) -> _Piece:
-    with reading(path), np.load(path, allow_pickle=False) as archive:
+    with reading(path), open_npz(path) as archive:
         for wanted in ("x", "y"):
             if wanted not in archive.files:
                 raise DataError(f"{path} has no array {wanted!r}; a client's file needs x and y")
-        x, y = archive["x"], archive["y"]
-        offsets = archive["offsets"] if "offsets" in archive.files else None
-        names = [str(n) for n in archive["names"]] if "names" in archive.files else None
+        x, y = array_of(archive, "x", path), array_of(archive, "y", path)
+        offsets = array_of(archive, "offsets", path) if "offsets" in archive.files else None
+        names = array_of(archive, "names", path).astype(str).ravel().tolist() if "names" in archive.files else None
     for kind, values in (("x", x), ("y", y)):
         known = values.dtype.kind in ("biuf" if kind == "x" else "biufU")
         if not known or (values.dtype.kind == "f" and values.dtype.itemsize > 8):
@@ -128,41 +130,59 @@ def _frame(table: "pd.DataFrame | str | Path", client: str | None) -> tuple["pd.
     if isinstance(table, pd.DataFrame):
         return table.set_axis([str(column) for column in table.columns], axis=1), "the table"
     path = Path(table)
-    if not path.is_file():
+    if not is_plain(path):
         raise DataError(f"{path} is no file")
     if not path.name.endswith(TABLES):
         raise DataError(f"{path}: a table's name ends in {', '.join(TABLES)}")
     try:
         with reading(path):
             if path.suffix == ".parquet":
-                frame = pd.read_parquet(path)
+                frame = _parquet(path)
                 return frame.set_axis([str(column) for column in frame.columns], axis=1), str(path)
             return _csv(path, client), str(path)
     except ImportError:
         raise DataError(f"{path}: reading parquet needs pyarrow; install fedloom[parquet]") from None
 
 
+def _parquet(path: Path) -> "pd.DataFrame":
+    """A table whose numbers of rows and columns are no more than such a file can hold."""
+    import pandas as pd
+    from pyarrow.parquet import read_metadata
+
+    with open_plain(path) as file:
+        facts = read_metadata(file)
+        if not 0 <= 8 * facts.num_rows * max(1, facts.num_columns) <= most_unpacked(path):
+            raise too_much(path)
+        return pd.read_parquet(file)
+
+
 def _csv(path: Path, client: str | None) -> "pd.DataFrame":
     """Comma-separated values under a header; names of clients stay as they are written (007 is not 7)."""
     import pandas as pd
 
-    header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0].tolist()
-    twice = next((column for column in header if header.count(column) > 1), None)
+    with open_text(path) as file:
+        header = pd.read_csv(file, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0].tolist()
+    twice = _twice(header)
     if twice is not None:  # pandas would rename the second
         raise DataError(f"{path} has two columns called {twice!r}")
     if len(header) == 1 and ";" in header[0]:
         raise DataError(f"{path} is separated by semicolons; commas were expected")
-    frame = pd.read_csv(path, dtype={client: str} if client else None)
+    with open_text(path) as file:
+        frame = pd.read_csv(file, dtype={client: str} if client else None)
     if not isinstance(frame.index, pd.RangeIndex):  # pandas takes what is too much for the names of rows
         raise DataError(f"{path} has rows with more values than the header has columns")
     return frame
 
 
+def _twice(names: Sequence[str]) -> str | None:
+    return next((name for name, times in Counter(names).items() if times > 1), None)
+
+
 def _piece(frame: "pd.DataFrame", name: str, label: str, client: str | None, features: Sequence[str] | None) -> _Piece:
     if not len(frame):
         raise DataError(f"{name} has no rows")
-    columns = [str(column) for column in frame.columns]
-    twice = next((column for column in columns if columns.count(column) > 1), None)
+    columns = dict.fromkeys(str(column) for column in frame.columns)
+    twice = _twice([str(column) for column in frame.columns])
     if twice is not None:
         raise DataError(f"{name} has two columns called {twice!r}")
     chosen = [column for column in columns if column not in (label, client)] if features is None else list(features)

@@ -58,7 +58,7 @@ class Optimizer:
 
     def _adam(self, gradient: Tensor, first: Tensor) -> Tensor:
         b1, b2 = ADAM_BETAS
-        assert self.second is not None
+        assert self.second is not None  # nosec B101  # for the type checker
         second = self.second if gradient.dim() < 2 else self.second[: len(gradient)]
         first.mul_(b1).add_(gradient * (1 - b1))
         second.mul_(b2).add_(gradient.square() * (1 - b2))

@@ -17,6 +17,8 @@ from fedloom.registry import MISFIT, describe, fit_value
 from fedloom.spec import parse_one
 from fedloom.task import Precision
 
+MOST_SEEDS = 1_000_000
+
 
 def _setting(default: Any, about: str) -> Any:
     return field(default=default, metadata={"about": about})
@@ -79,7 +81,10 @@ class RunConfig:
     def settled(self) -> "RunConfig":
         """With the choices made that depend on the data set, and paths that hold from everywhere."""
         call = find_dataset(self.data)
-        paths = {name: str(Path(call.named[name]).resolve()) for name in ("path", "test") if call.named.get(name)}
+        try:
+            paths = {name: str(Path(call.named[name]).resolve()) for name in ("path", "test") if call.named.get(name)}
+        except (OSError, ValueError, RuntimeError) as error:  # a zero byte; links in a circle
+            raise ConfigError(f"data={_brief(self.data)}: no file can have this name ({error})") from None
         data = str(replace(call, named={**call.named, **paths})) if paths else self.data
         natural = FACTS[call.name].natural
         partition = self.partition or ("natural" if natural else "classes(per_client=2)")
@@ -143,9 +148,9 @@ def _brief(value: Any) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, *, links: bool = True) -> dict[str, Any]:
     """The settings in a YAML file; whatever is wrong with it is told with its line."""
-    values, places = read_yaml(path)
+    values, places = read_yaml(path, links=links)
     RunConfig().change(values, where=lines_of(places))
     return values
 
@@ -157,9 +162,21 @@ def lines_of(places: Places, *above: str) -> dict[str, str]:
 
 def read_comparison(path: Path) -> dict[str, Any]:
     """The settings of a comparison, with its `methods`, `seeds` and `target`."""
-    values, places = read_yaml(path)
+    values, places = read_yaml(path, links=False)
     own = ("methods", "seeds", "target")
     RunConfig().change({name: value for name, value in values.items() if name not in own}, where=lines_of(places))
-    if not isinstance(values.get("methods"), list) or not isinstance(values.get("seeds"), int):
+    methods, seeds, target = (values.get(name) for name in own)
+    if not is_texts(methods) or not is_count(seeds, MOST_SEEDS):
         raise ConfigError(f"{path} does not say which methods it compares over how many seeds")
+    if target is not None and (isinstance(target, bool) or not isinstance(target, int | float)):
+        raise ConfigError(f"{path}: target must be a number, not {_brief(target)}")
     return values
+
+
+def is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def is_count(value: Any, most: int) -> bool:
+    """A whole number from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,10 +26,12 @@ from fedloom.models import model as make_model
 from fedloom.round import probe
 from fedloom.simulation import cohort_size, find_device
 from fedloom.training import Training
+from fedloom.untrusted import read_bytes
 
 ENOUGH = 0.3  # seconds
 TESTED = 256  # samples of the test
 MOST = 50  # clients of a cohort
+LONGEST = 1 << 16  # bytes of what is kept
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,24 @@ def clients_of(config: RunConfig) -> int:
 @lru_cache(maxsize=1000)
 def _measured(key: str, config: RunConfig) -> Speed:
     path = Files.of(config.data_dir).cache / "cost" / f"{key}.json"
-    try:
-        return Speed(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        pass
+    known = _read(path)
+    if known is not None:
+        return known
     found = measure(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(asdict(found)))
+    with suppress(OSError):  # a cache that can't be written: it is measured again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(asdict(found)))
     return found
+
+
+def _read(path: Path) -> Speed | None:
+    """What was measured before; None where the file says anything else than numbers."""
+    try:
+        found = Speed(**json.loads(read_bytes(path, LONGEST)))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    values = asdict(found).values()
+    return found if all(type(v) in (int, float) and 0 <= v < math.inf for v in values) else None
 
 
 def speed_of(config: RunConfig) -> Speed:

@@ -4,8 +4,9 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig, read_config
 from fedloom.federation import Federation
 from fedloom.models import model as make_model
+from fedloom.untrusted import is_plain, open_plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +35,9 @@ CONFIG, METRICS, MODEL, PARTITION, CHECKPOINT, TENSORS = (
     "checkpoint",
     "tensors.json",  # names of the model's parameters, in the order of metrics that have one value for each
 )
+
+COUNTS = ("round", "works", "local_steps", "uplink_bytes", "downlink_bytes", "seconds", "answered", "diverged")
+LONGEST_LINE = 32 << 20  # bytes; the scores of a million clients fit
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Run:
 
     def federation(self) -> Federation:
         """The data, dealt out as they were in the run."""
+        if not is_plain(self.folder / PARTITION, links=False):
+            raise RunError(f"{self.folder} holds no {PARTITION}, which says who has which samples")
         return load(**{**self.config.dealing, "partition": self.folder / PARTITION})
 
     def model(self) -> nn.Module:
@@ -75,7 +82,7 @@ class Run:
         from safetensors.torch import load_file
 
         path = self.folder / MODEL
-        if not path.exists():
+        if not is_plain(path, links=False):
             raise RunError(f"{self.folder} holds no model yet: the run has not finished; continue it with --resume")
         made = make_model(self.config.model, self.federation(), self.config.seed, self.config.data_dir)
         try:
@@ -92,36 +99,70 @@ class InUse(RunError):
 def is_finished(folder: Path) -> bool:
     """The model is written last."""
     model = folder / MODEL
-    return model.is_file() and model.stat().st_size > 0
+    return is_plain(model, links=False) and model.stat().st_size > 0
 
 
 def load_run(folder: str | Path) -> Run:
     """Read a run folder, finished or not."""
     folder = Path(folder)
-    if not (folder / CONFIG).is_file():
-        kind = "holds a comparison; its runs are in the folders below" if (folder / COMPARISON).is_file() else ""
-        kind = "holds a study; train its best.yaml with fedloom run" if (folder / STUDY).is_file() else kind
+    if not is_plain(folder / CONFIG, links=False):
+        kind = "holds a comparison; its runs are in the folders below" if is_plain(folder / COMPARISON) else ""
+        kind = "holds a study; train its best.yaml with fedloom run" if is_plain(folder / STUDY) else kind
         raise RunError(f"{folder} {kind or f'is no run folder: it has no {CONFIG}'}")
-    config = RunConfig().change(read_config(folder / CONFIG))
+    config = RunConfig().change(read_config(folder / CONFIG, links=False))
     return Run(folder, config, _read_lines(folder / METRICS))
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
+    rows: list[dict[str, Any]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} can't be read: {error}") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number == len(lines):
-                break  # a run that was killed while it wrote the line
-            raise RunError(f"{path}, line {number} is no JSON") from None
+        with open_plain(path, links=False) as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                if len(line) > LONGEST_LINE:
+                    raise RunError(f"{path} holds a line of more than {LONGEST_LINE >> 20} MB")
+                try:
+                    rows.append(_whole(read_line(line)))
+                except ValueError:
+                    if line.endswith(b"\n") or not line.isascii():
+                        raise
+                    break  # a run that was killed while it wrote the line
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RunError(f"{path} can't be read: line {len(rows) + 1} {error}") from None
     return rows
+
+
+def read_line(line: bytes) -> dict[str, Any]:
+    """One round: names to numbers, nothing, or lists of these; what counts rounds and their cost is a finite number."""
+    try:
+        row = json.loads(line)
+        wrong = [name for name, value in row.items() if not _measured(name, value)] if isinstance(row, dict) else []
+    except (ValueError, RecursionError):
+        raise ValueError("is no JSON") from None
+    if not isinstance(row, dict):
+        raise ValueError("is no record")
+    wrong += [name for name in COUNTS if not isinstance(row.get(name, 0), int | float)]
+    wrong += [name for name in COUNTS if name not in wrong and not math.isfinite(row.get(name, 0))]
+    if wrong:
+        raise ValueError(f"has no number for {wrong[0][:80]!r}")
+    return row
+
+
+def _whole(row: dict[str, Any]) -> dict[str, Any]:
+    missing = next((name for name in COUNTS if name not in row), None)
+    if missing is not None:
+        raise ValueError(f"has no {missing!r}")
+    return row
+
+
+def _measured(name: str, value: Any) -> bool:
+    """A number or none; what is not a score of the whole model may be a list."""
+    if isinstance(value, list):
+        return not name.startswith(("test_", "validation_", "train_")) and all(_measured(name, one) for one in value)
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 @contextmanager
@@ -137,6 +178,7 @@ def claim(folder: Path, overwrite: bool, resume: bool) -> Iterator[None]:
         if not (folder / MARK).is_file():
             raise RunError(f"{folder} was not written by fedloom (it has no {MARK}), so --overwrite leaves it alone")
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_links(folder, [folder / MARK] if overwrite else folder.iterdir())
     with (folder / MARK).open("a") as mark:
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,6 +193,15 @@ def claim(folder: Path, overwrite: bool, resume: bool) -> Iterator[None]:
         yield
 
 
+def _refuse_links(folder: Path, entries: Iterable[Path]) -> None:
+    """What is written into a folder stays in it, whoever made the folder."""
+    for entry in entries:
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir() or not entry.exists()):
+            raise RunError(
+                f"{folder} holds {entry.name}, which is a link or a device: remove it, or choose another --out"
+            )
+
+
 def write_text(path: Path, text: str) -> None:
     """Write beside, then rename: a reader never sees half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -162,12 +213,14 @@ def rounds_played(folder: Path) -> int | None:
     """How many rounds the model of a finished run has seen; None where its file does not say."""
     from safetensors import SafetensorError, safe_open
 
+    if not is_plain(folder / MODEL, links=False):
+        return None
     try:
         with safe_open(folder / MODEL, "pt") as file:
             told = (file.metadata() or {}).get("rounds", "")
     except (SafetensorError, OSError):
         return None
-    return int(told) if told.isdigit() else None
+    return int(told) if re.fullmatch("[0-9]{1,18}", told) else None
 
 
 def write_model(path: Path, model: nn.Module, rounds: int | None = None) -> None:

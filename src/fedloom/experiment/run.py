@@ -138,9 +138,9 @@ def _opened(
                 try:
                     metrics.write(json_line(event.metrics))
                 except OSError as error:
-                    assert training.checkpoints is not None
-                    said = f"{folder / METRICS} can't be written: {error.strerror}; {training.checkpoints.last_safe}"
-                    raise RunError(said) from None
+                    raise RunError(
+                        f"{folder / METRICS} can't be written: {error.strerror}; {training.last_safe}"
+                    ) from None
 
             yield training, record, config
 

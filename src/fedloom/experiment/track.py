@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import plain
 from fedloom.training import Event
+from fedloom.untrusted import is_plain, read_bytes
 
 LOG = logging.getLogger("fedloom")
 PROJECT = "fedloom"
@@ -106,8 +107,10 @@ class Tracker(ABC):
     def _run_id(self, place: Path) -> tuple[str, bool]:
         """The run to go on with, or a new name for one; and whether it is an old one."""
         path = place / RUN_ID
-        if self.resume and path.is_file():
-            return path.read_text().strip(), True
+        if self.resume and is_plain(path):
+            found = read_bytes(path, 1 << 10).decode(errors="replace").strip()
+            if re.fullmatch("[0-9a-f]{32}", found):  # it becomes part of names and addresses
+                return found, True
         return uuid.uuid4().hex, False
 
     def _keep_id(self, place: Path, found: str) -> None:

@@ -63,7 +63,7 @@ class Scaffold(Client):
 
     def _change(self, state: State, updates: Updates) -> Tensor:
         dc = updates.sent_up("dc")
-        assert dc is not None
+        assert dc is not None  # nosec B101  # for the type checker
         return dc.sum(0) / float(state["clients"])
 
     def report(self, state: State) -> dict[str, Tensor]:

@@ -5,11 +5,15 @@ from torch import nn
 from fedloom.errors import ModelError
 from fedloom.models.catalogue import Shape
 
+DEEPEST = 1000  # layers: they are made one by one, before anything notices that there are too many
+
 
 def at_least_one(model: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ModelError(f"{model}: {name} must be at least 1, not {size}")
+        if name == "layers" and size > DEEPEST:
+            raise ModelError(f"{model}: layers must be at most {DEEPEST}, not {size}")
 
 
 def not_empty(model: str, **names: str) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from fedloom.errors import ModelError
 from fedloom.models.catalogue import REGISTRY, Shape
-from fedloom.models.checks import not_empty, one_answer
+from fedloom.models.checks import DEEPEST, not_empty, one_answer
 from fedloom.models.stored import find, missing
+from fedloom.untrusted import read_bytes
 
+LONGEST = 64 << 20  # bytes of vocab.txt
 HEAD = ("pre_classifier.", "classifier.")  # what a model that was never a classifier begins at random
 
 
@@ -68,14 +70,19 @@ def _load(weights: str, shape: Shape) -> tuple[Any, tuple[str, ...]]:
     source = str(folder or weights)
     try:
         with _quiet(transformers.utils.logging):
+            _check_depth(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False), source)
             body, info = transformers.AutoModelForSequenceClassification.from_pretrained(
                 source,
                 num_labels=shape.outputs,
                 dtype=torch.float32,
                 ignore_mismatched_sizes=True,  # a classifier of other labels is drawn anew
                 output_loading_info=True,
+                use_safetensors=True,  # never a pickle,
+                trust_remote_code=False,  # and no code of the publisher
             )
         listed = transformers.utils.cached_file(source, "vocab.txt", _raise_exceptions_for_missing_entries=False)
+    except ModelError:
+        raise
     except Exception as error:  # the hub, the network and the file each have errors of their own
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         if folder is not None:
@@ -83,7 +90,21 @@ def _load(weights: str, shape: Shape) -> tuple[Any, tuple[str, ...]]:
         how = f", with config.json and model.safetensors in it; it did not come from the hub either ({reason})"
         raise missing(f"the weights of {weights} are", [f"a folder {weights}"], shape.files, how) from None
     _check_complete(source, info)
-    return body, tuple(Path(listed).read_text(encoding="utf-8").splitlines()) if listed else ()
+    return body, _tokens(Path(listed)) if listed else ()
+
+
+def _check_depth(config: Any, source: str) -> None:
+    """A file may say any number."""
+    for name, value in config.to_dict().items():
+        if "layers" in name and isinstance(value, int) and value > DEEPEST:
+            raise ModelError(f"{source}: {name} is {value}, but {DEEPEST} are the most that a model may have here")
+
+
+def _tokens(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(read_bytes(path, LONGEST).decode("utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} holds no tokens: {error}") from None
 
 
 def _check_complete(source: str, info: dict[str, Any]) -> None:

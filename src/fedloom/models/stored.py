@@ -1,5 +1,6 @@
 """Files that a model begins with: where they are looked for, and reading them."""
 
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from fedloom.data.files import FOLDER, Files
 from fedloom.errors import ModelError
+from fedloom.untrusted import check_zip, is_plain
 
 
 def find(names: Sequence[str], files: Files | None) -> Path | None:
@@ -33,12 +35,16 @@ def missing(what: str, names: Sequence[str], files: Files | None, how: str = "")
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Tensors by name, from .safetensors or from PyTorch's own format; no code in the file is run."""
+    if not is_plain(path):
+        raise ModelError(f"{path} is no file with weights")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             weights = load_file(path)
         else:
+            if zipfile.is_zipfile(path):
+                check_zip(path)
             weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises whatever its bytes happen to mean
         raise ModelError(f"{path} is damaged or holds no weights ({type(error).__name__})") from None

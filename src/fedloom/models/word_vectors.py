@@ -2,9 +2,11 @@
 
 import io
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor
 from fedloom.errors import ModelError
 from fedloom.models.catalogue import Shape
 from fedloom.models.stored import find, missing
+from fedloom.untrusted import Unpacked, open_plain
 
+LONGEST = 1 << 18  # bytes of a line: a word and ten thousand numbers
 UNKNOWN_STD = 0.1  # of the vectors drawn for words that the file doesn't have
 
 
@@ -26,7 +30,7 @@ def vectors_of(name: str, shape: Shape) -> Tensor:
     try:
         with _lines(path, name) as lines:
             dimension, rows = _read(path, lines, places)
-    except (OSError, EOFError, UnicodeError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+    except (OSError, EOFError, UnicodeError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
         raise ModelError(f"{path} is damaged or holds no word vectors: {error or type(error).__name__}") from None
     if not rows:
         raise ModelError(f"{path} has a vector for none of the {len(shape.words)} words of the data")
@@ -51,17 +55,24 @@ def _find(name: str, shape: Shape) -> Path:
 @contextmanager
 def _lines(path: Path, name: str) -> Iterator[Iterator[str]]:
     if path.suffix != ".zip":
-        with path.open(encoding="utf-8", newline="\n") as file:
-            yield file
+        with open_plain(path) as file:
+            yield _short_lines(file, path)
         return
-    with zipfile.ZipFile(path) as archive:
+    with open_plain(path) as whole, zipfile.ZipFile(whole) as archive:
         texts = [member for member in archive.namelist() if member.endswith(".txt")]
         chosen = [member for member in texts if Path(member).name == Path(name).name] or texts
         if len(chosen) != 1 or (not name.endswith(".zip") and Path(chosen[0]).name != Path(name).name):
             held = ", ".join(texts) or "no .txt file"
             raise ModelError(f"{path} holds {held}: name one of its .txt files as vectors")
-        with archive.open(chosen[0]) as file:
-            yield io.TextIOWrapper(file, encoding="utf-8", newline="\n")
+        with archive.open(chosen[0]) as member:
+            yield _short_lines(io.BufferedReader(Unpacked(member, path)), path)
+
+
+def _short_lines(file: IO[bytes], path: Path) -> Iterator[str]:
+    while line := file.readline(LONGEST + 1):
+        if len(line) > LONGEST:
+            raise ModelError(f"{path} holds no word vectors: it has a line of more than {LONGEST:,} bytes")
+        yield line.decode("utf-8")
 
 
 def _read(path: Path, lines: Iterator[str], places: dict[str, int]) -> tuple[int, dict[int, np.ndarray]]:

@@ -49,7 +49,7 @@ def _here(run: Run) -> bool:
 def _shares(report: PartitionReport) -> dict[str, Any]:
     """The share of each class among a client's samples: [classes, clients]."""
     N, L = min(len(report.deal), CLIENTS), min(report.classes, CLASSES)
-    assert report.labels is not None
+    assert report.labels is not None  # nosec B101  # for the type checker
     counts = [np.bincount(report.labels[report.deal.client(k)], minlength=report.classes) for k in range(N)]
     table = np.stack(counts)[:, :L]
     shares = table / np.maximum(report.sizes[:N, None], 1)

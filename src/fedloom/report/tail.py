@@ -1,21 +1,21 @@
 """Lines of a file that grows: each is read once, and only when it is whole."""
 
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
 from fedloom.errors import RunError
+from fedloom.experiment.folder import LONGEST_LINE
+from fedloom.untrusted import open_plain
 
 CHUNK = 1 << 20
 REMEMBERED = 64  # bytes before the place that was reached
-LONGEST = 32 << 20  # bytes of a line; the scores of a million clients fit
 
 
 class Tail:
     """Follows one file. What it opens is a plain file where it stands: no link, no pipe."""
 
-    def __init__(self, path: Path, longest: int = LONGEST) -> None:
+    def __init__(self, path: Path, longest: int = LONGEST_LINE) -> None:
         self.path, self.longest = path, longest
         self._start()
 
@@ -26,7 +26,7 @@ class Tail:
         """Whether the file begins anew, because another lies there or it was cut or written over, and the lines that
         were finished since the last time.
         """
-        with open(open_plain(self.path), "rb") as file:
+        with open_plain(self.path, links=False) as file:
             now = os.fstat(file.fileno())
             seen = (now.st_ino, now.st_size, now.st_mtime_ns)
             if seen == self._seen:
@@ -58,12 +58,3 @@ class Tail:
                 raise RunError(f"{self.path.name} holds a line of more than {self.longest >> 20} MB")
             lines += whole
         return lines
-
-
-def open_plain(path: Path) -> int:
-    """A file descriptor of a regular file; a link is refused, and a pipe would wait for ever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise RunError(f"{path.name} is no plain file")
-    return descriptor

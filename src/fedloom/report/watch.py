@@ -2,7 +2,6 @@
 reason, and the others go on.
 """
 
-import json
 import os
 import stat
 import threading
@@ -12,14 +11,12 @@ from typing import Any
 
 from fedloom.errors import FedloomError, RunError
 from fedloom.experiment.config import RunConfig, read_config
-from fedloom.experiment.folder import CONFIG, METRICS, MODEL, TENSORS
+from fedloom.experiment.folder import CONFIG, METRICS, MODEL, TENSORS, read_line
 from fedloom.report.describe import Described, describe_head, progress, tensor_names
 from fedloom.report.series import Point, RunSeries, columns, tail
-from fedloom.report.tail import Tail, open_plain
+from fedloom.report.tail import Tail
 
-LONGEST_CONFIG = 1 << 20  # bytes
-MOST_EVENTS = 10_000  # words and brackets of a config file
-DEEPEST = 12  # folders below the one that is watched, and lists in lists
+DEEPEST = 12  # folders below the one that is watched
 FOLDERS = 50_000  # looked into
 Signature = tuple[tuple[int, int, int], ...]
 
@@ -33,7 +30,7 @@ class Watched:
 
     def __init__(self, folder: Path, name: str, files: Signature, stopping: threading.Event) -> None:
         self.folder, self.name, self.files, self.stopping = folder, name, files, stopping
-        self.config = _read_settings(folder)
+        self.config = RunConfig().change(read_config(folder / CONFIG, links=False))
         self.head = describe_head(self.config, name, _names(folder))
         self.tail, self.series = Tail(folder / METRICS), RunSeries()
         self.lines = 0
@@ -163,41 +160,15 @@ def _signature(path: Path) -> tuple[int, int, int]:
     return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else (0, 0, 0)
 
 
-def _read_settings(folder: Path) -> RunConfig:
-    path = folder / CONFIG
-    with open(open_plain(path), "rb") as file:
-        text = file.read(LONGEST_CONFIG + 1)
-    if len(text) > LONGEST_CONFIG:
-        raise RunError(f"{CONFIG} is longer than {LONGEST_CONFIG >> 20} MB")
-    _check_shape(text)
-    return RunConfig().change(read_config(path))
-
-
-def _check_shape(text: bytes) -> None:
-    """Refuse what a reader of YAML would be busy with for hours: nested references, which stand for more text than fits
-    into memory, and brackets in brackets.
-    """
-    import yaml
-
-    depth = 0
-    for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > DEEPEST or number > MOST_EVENTS:
-            raise RunError(f"{CONFIG} refers to itself, or is nested or long beyond what Fedloom writes")
-
-
 def _names(folder: Path) -> list[str]:
     return tensor_names(folder) if _signature(folder / TENSORS)[1] else []
 
 
 def _row(line: bytes, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise RunError(f"line {number} of {METRICS} is no JSON") from None
-    if not isinstance(row, dict):
-        raise RunError(f"line {number} of {METRICS} is no record")
-    return row
+        return read_line(line)
+    except ValueError as error:
+        raise RunError(f"line {number} of {METRICS} {error}") from None
 
 
 def _reason(error: Exception, folder: Path) -> str:

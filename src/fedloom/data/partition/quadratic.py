@@ -99,7 +99,7 @@ def configurations(attributes: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray
         # numbered anew after every column, so that the code can't overflow
         _, first, code = np.unique(code * (column.max() + 1) + column, return_index=True, return_inverse=True)
         found = len(first)
-    assert found == code.max() + 1
+    assert found == code.max() + 1  # nosec B101  # true by how codes are numbered
     return code, np.stack([column[first] for column in columns], axis=1)
 
 

@@ -1,11 +1,14 @@
 """A partition in a file: index, offsets, names, remarks and the text, as plain NumPy arrays without pickles."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 
+from fedloom.data.files import open_npz
 from fedloom.data.partition.base import Deal
 from fedloom.errors import DataError
+from fedloom.untrusted import is_plain
 
 
 def save(path: Path, text: str, deal: Deal, data: str) -> None:
@@ -18,19 +21,22 @@ def save(path: Path, text: str, deal: Deal, data: str) -> None:
     }
     if deal.names is not None:
         arrays["names"] = np.asarray(deal.names).astype(np.str_)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with path.open("wb") as file:
+        beside.unlink(missing_ok=True)
+        with beside.open("xb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # the stubs take the names for allow_pickle
+        os.replace(beside, path)
     except OSError as error:
         raise DataError(f"the partition could not be written to {path}: {error.strerror or error}") from error
 
 
 def load(path: Path) -> tuple[str, Deal, str]:
     """The partition's text, the deal, and the digest of what was dealt out; a damaged or other file is refused."""
-    if not path.is_file():
+    if not is_plain(path):
         raise DataError(f"there is no partition file {path}")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_npz(path) as file:
             wanted = ("index", "offsets", "text", "data", "remarks", "names")
             arrays = {name: file[name] for name in wanted if name in file}
         text, remarks, data = arrays["text"], arrays["remarks"], str(arrays["data"])

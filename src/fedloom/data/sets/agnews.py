@@ -11,7 +11,7 @@ import numpy as np
 
 from fedloom.data.catalogue import dataset
 from fedloom.data.corpus import Corpus
-from fedloom.data.files import Remote, Source, reading
+from fedloom.data.files import Remote, Source, open_text, reading
 from fedloom.data.formats import Texts, checked_labels, csv_texts, size_notes, text_corpus
 from fedloom.errors import DataError
 
@@ -47,7 +47,8 @@ def _published(path: Path) -> Texts:
     import pandas as pd
 
     with reading(path):
-        table = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="utf-8")
+        with open_text(path) as file:
+            table = pd.read_csv(file, header=None, dtype=str, keep_default_na=False)
         if table.shape[1] != 3:
             raise DataError(f"{path} has {table.shape[1]} columns, but class, title and description were expected")
         labels = table[0].to_numpy().astype(np.int64) - 1

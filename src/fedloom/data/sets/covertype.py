@@ -10,7 +10,7 @@ import numpy as np
 
 from fedloom.data.catalogue import dataset
 from fedloom.data.corpus import Corpus
-from fedloom.data.files import Remote, Source, read_npz, reading
+from fedloom.data.files import Remote, Source, open_text, read_npz, reading
 from fedloom.data.formats import ARRAYS, Pair, checked_labels, size_notes
 from fedloom.errors import DataError
 
@@ -78,8 +78,8 @@ def _published(source: Source) -> tuple[Pair, Pair]:
     import pandas as pd
 
     path = source.published[TABLE.name]
-    with reading(path):
-        table = pd.read_csv(path, header=None, dtype=np.int16).to_numpy()
+    with reading(path), open_text(path) as file:
+        table = pd.read_csv(file, header=None, dtype=np.int16).to_numpy()
     if table.shape[1] != len(COLUMNS) + 1:
         raise DataError(f"{path} has {table.shape[1]} columns, but {len(COLUMNS) + 1} were expected")
     table = table[np.isin(table[:, -1], (1, 2))]

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedloom.data.catalogue import dataset
 from fedloom.data.corpus import Corpus
-from fedloom.data.files import Remote, Source, reading
+from fedloom.data.files import Remote, Source, open_text, reading
 from fedloom.errors import DataError
 
 TABLES = ("patient", "apachePredVar", "apacheApsVar")
@@ -77,7 +77,8 @@ def _table(path: Path, needed: list[str], wanted: list[str] | None = None) -> An
 
     asked = {*needed, *(wanted or ())}
     with reading(path):
-        table = pd.read_csv(path, usecols=lambda name: name.lower() in asked)
+        with open_text(path) as file:
+            table = pd.read_csv(file, usecols=lambda name: name.lower() in asked)
         table.columns = table.columns.str.lower()
         table = table.astype({name: np.float64 for name in wanted or () if name in table.columns})
     missing = [name for name in needed if name not in table.columns]

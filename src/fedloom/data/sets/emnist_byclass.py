@@ -4,6 +4,7 @@
 """
 
 import gzip
+import io
 import zipfile
 from pathlib import Path, PurePosixPath
 from string import ascii_lowercase, ascii_uppercase, digits
@@ -15,6 +16,7 @@ from fedloom.data.corpus import Corpus
 from fedloom.data.files import Remote, Source, reading
 from fedloom.data.formats import Pair, checked_pair, plain_images, read_idx, size_notes
 from fedloom.errors import DataError
+from fedloom.untrusted import Unpacked, open_plain
 
 SAMPLES = (697_932, 116_323)
 NAMES = tuple(digits + ascii_uppercase + ascii_lowercase)
@@ -57,9 +59,9 @@ def nist_images(path: Path, split: str, classes: int, first: int = 0) -> tuple[P
 
 def _member(path: Path, name: str) -> np.ndarray:
     """One idx file of the archive, in whichever folder it lies there."""
-    with reading(path), zipfile.ZipFile(path) as archive:
+    with reading(path), open_plain(path) as whole, zipfile.ZipFile(whole) as archive:
         found = [member for member in archive.namelist() if PurePosixPath(member).name == name]
         if not found:
             raise DataError(f"{path} has no {name}")
         with archive.open(found[0]) as packed, gzip.open(packed) as file:
-            return read_idx(file, path)
+            return read_idx(io.BufferedReader(Unpacked(file, path)), path)

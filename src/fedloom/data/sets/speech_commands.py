@@ -20,6 +20,7 @@ from fedloom.data.corpus import Corpus
 from fedloom.data.files import Remote, Source, reading
 from fedloom.data.formats import Owners, size_notes, tar_files
 from fedloom.errors import DataError
+from fedloom.untrusted import read_bytes
 
 TEN = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 _ALL = """
@@ -36,6 +37,7 @@ ARCHIVE = Remote(
 RATE, WINDOW, HOP, BANDS, FOURIER = 16_000, 400, 160, 40, 512
 LOWEST, HIGHEST = 20.0, 8_000.0  # Hz
 AT_ONCE = 256  # sounds, which bounds the memory
+LONGEST = 16 << 20  # bytes of a file
 
 
 @dataset(
@@ -88,14 +90,20 @@ def _sounds(path: Path, words: set[str], tested: set[str]) -> Iterator[tuple[str
     if path.is_dir():
         names = [TEST_LIST] if (path / TEST_LIST).is_file() else []
         names += [f"{word}/{file.name}" for word in sorted(words) for file in sorted((path / word).glob("*.wav"))]
-        found: Iterator[tuple[str, bytes]] = ((name, (path / name).read_bytes()) for name in names)
+        found: Iterator[tuple[str, bytes]] = ((name, _content(path / name)) for name in names)
     else:
         found = tar_files(path, wanted)
     for name, content in found:
         if name.endswith(TEST_LIST):
-            tested.update(content.decode("utf-8").split())
+            with reading(path):
+                tested.update(content.decode("utf-8").split())
         else:
             yield "/".join(PurePosixPath(name).parts[-2:]), content
+
+
+def _content(path: Path) -> bytes:
+    with reading(path):
+        return read_bytes(path, LONGEST)
 
 
 def _features(path: Path, sounds: Iterator[tuple[str, bytes]], names: list[str]) -> Iterator[np.ndarray]:

@@ -20,6 +20,7 @@ from fedloom.data.formats import Pair, positive
 from fedloom.errors import DataError
 
 CLIENTS = 30
+FEWEST = 50  # samples of a client
 BLOCK = 1024  # clients that share a stream of random numbers
 ROWS = 1 << 14  # samples that are labelled at once, which bounds the memory
 
@@ -39,6 +40,7 @@ def synthetic(
     if not 0 <= alpha < np.inf or not 0 <= beta < np.inf:
         raise DataError(f"synthetic: alpha and beta must be 0 or larger, not {alpha} and {beta}")
     clients = CLIENTS if source.clients is None else source.clients
+    _check_memory(clients * (samples or FEWEST), features, clients)  # before so many sizes are drawn
     blocks = range(-(-clients // BLOCK))
     sizes = np.concatenate([_sizes(source.seed, block, samples) for block in blocks])[:clients]
     train = np.maximum(9 * sizes // 10, 1)
@@ -80,7 +82,7 @@ def _drawn(
 def _sizes(seed: int, block: int, samples: int | None) -> np.ndarray:
     if samples is not None:
         return np.full(BLOCK, samples, dtype=np.int64)
-    return np.floor(_stream(seed, block, 0).lognormal(4, 2, BLOCK)).astype(np.int64) + 50
+    return np.floor(_stream(seed, block, 0).lognormal(4, 2, BLOCK)).astype(np.int64) + FEWEST
 
 
 def _block(

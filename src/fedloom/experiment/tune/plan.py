@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import ConfigError, FedloomError, RunError, nearest
-from fedloom.experiment.config import RunConfig
+from fedloom.experiment.config import MOST_SEEDS, RunConfig, is_count, is_texts
 from fedloom.experiment.folder import STUDY
 from fedloom.experiment.run import FREE
 from fedloom.experiment.tune.grids import find_grid, lay_over
@@ -16,6 +16,7 @@ from fedloom.experiment.tune.objective import Objective, choose_objective, hold_
 from fedloom.experiment.tune.search import Template, read_local
 from fedloom.experiment.tune.study import SAMPLERS, Sampler
 from fedloom.experiment.tune.trial import REPORTS
+from fedloom.experiment.yaml_file import read_yaml
 from fedloom.simulation import cohort_size
 
 TRIALS = 20
@@ -146,13 +147,22 @@ def _enough(templates: Sequence[Template], grid: str | None) -> int:
 
 def read_plan(folder: Path) -> dict[str, Any]:
     """What a folder's tune.yaml holds."""
-    import yaml
-
     path = folder / STUDY
     try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        found = None
-    if not isinstance(found, dict) or not found.keys() >= set(OWN):
-        raise RunError(f"{path} can't be read as the plan of a study; remove the folder to begin again")
+        found, _ = read_yaml(path, links=False)
+    except ConfigError as error:
+        raise _no_plan(path, str(error)) from None
+    wrong = [
+        *(name for name in OWN if name not in found),
+        *(name for name in ("methods", "search") if not is_texts(found.get(name))),
+        *(name for name in ("trials", "seeds", "together") if not is_count(found.get(name), MOST_SEEDS)),
+        *(name for name in ("objective", "sampler") if not isinstance(found.get(name), str)),
+        *(["prune"] if not isinstance(found.get("prune"), bool) else []),
+    ]
+    if wrong:
+        raise _no_plan(path, f"{wrong[0]} is missing or of another type")
     return found
+
+
+def _no_plan(path: Path, why: str) -> RunError:
+    return RunError(f"{path} can't be read as the plan of a study; remove the folder to begin again: {why}")

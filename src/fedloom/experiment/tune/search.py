@@ -198,7 +198,7 @@ def _cut_out(text: str) -> tuple[str, dict[str, Search]]:
     found: dict[str, Search] = {}
     kept, depth, quote, i = "", 0, "", 0
     while i < len(text):
-        begins = None if quote or not depth or re.search(r"[\w-]$", kept) else _BEGINS.match(text, i)
+        begins = None if quote or not depth or re.match(r"[\w-]", kept[-1:]) else _BEGINS.match(text, i)
         if begins:
             end = _closed(text, begins.end())
             if not text[end:].strip():

@@ -7,7 +7,7 @@ storage holds finished trials only: one that was under way is drawn and run agai
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from fedloom.experiment.tune.trial import Candidate
 
 if TYPE_CHECKING:
     from optuna import Study
+    from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
     from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial, Trial
@@ -52,11 +53,22 @@ def open_storage(folder: Path) -> "BaseStorage":
         raise RunError(f"{path} can't be opened as a study: {reason}") from None
 
 
+def _checked(trial: "FrozenTrial", distributions: Mapping[str, "BaseDistribution"]) -> "FrozenTrial":
+    """A trial as `Trials.keep` writes it: a file that holds anything else is damaged, or somebody else's."""
+    told = trial.user_attrs
+    kinds = {"number": int, "state": str, "method": str, "rounds": int, "seconds": int | float, "note": str}
+    wrong = [name for name, kind in kinds.items() if not isinstance(told[name], kind)]
+    if wrong or told["number"] < 0 or trial.distributions != distributions:
+        raise ValueError(f"a trial has another {wrong[0] if wrong else 'space to search'}")
+    return trial
+
+
 class Trials:
     """The trials of one method."""
 
     def __init__(self, storage: "BaseStorage", template: Template, *, count: int, seed: int, minimise: bool) -> None:
         import optuna
+        from sqlalchemy.exc import SQLAlchemyError
 
         self.template, self.seed = template, seed
         self.enumerated = template.size <= count
@@ -65,9 +77,15 @@ class Trials:
         self.worst = math.inf if minimise else -math.inf
         self.distributions = {name: search.distribution() for name, search in template.searches.items()}
         name = f"{template.text} {' '.join(f'{n}={s}' for n, s in template.local.items())}".strip()
-        self.kept = optuna.create_study(storage=storage, study_name=name, direction=self.direction, load_if_exists=True)
-        kept = {int(trial.user_attrs["number"]): trial for trial in self.kept.get_trials()}
-        self.finished: dict[int, FrozenTrial] = dict(sorted(kept.items()))  # by number
+        try:
+            self.kept = optuna.create_study(
+                storage=storage, study_name=name, direction=self.direction, load_if_exists=True
+            )
+            kept = {trial.user_attrs["number"]: _checked(trial, self.distributions) for trial in self.kept.get_trials()}
+            self.finished: dict[int, FrozenTrial] = dict(sorted(kept.items()))  # by number
+        except (SQLAlchemyError, RuntimeError, LookupError, ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise RunError(f"{STORAGE} holds no trials of {name}; remove the folder to begin again: {reason}") from None
 
     @property
     def ranked(self) -> "list[FrozenTrial]":
