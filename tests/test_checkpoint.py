@@ -92,14 +92,14 @@ def test_half_a_round_is_not_written(tmp_path: Path) -> None:
     """
     kept, checkpoints = memory(), Checkpoints(tmp_path, {})
     checkpoints.begin()
-    write(kept, [7, 8], 0)
+    write(kept, [7, *range(10, 30)], 0)
     kept.settle()
     write(kept, [7, 9], 1)
     checkpoints.save(state(1, 1), {"m": kept})
-    read_back(tmp_path, kept, 1, 10)
+    read_back(tmp_path, kept, 1, 30)
     kept.settle()
     checkpoints.save(state(2, 2), {"m": kept})  # the round went on after all
-    read_back(tmp_path, kept, 2, 10)
+    read_back(tmp_path, kept, 2, 30)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ class Checkpoints:
         self.damaged.discard(name)
         self.needs[name] = {file for piece in pieces for file in piece.files}
         for stage in memory.values():
-            stage.changed -= stage.known(saved.state.work)
+            stage.saved(saved.state.work)
         self._tidy()
 
     def load(self, device: torch.device) -> Saved | None:
@@ -210,7 +211,8 @@ class Checkpoints:
         needed = set().union(*kept.values())
         for path in (self.folder / MEMORY).glob("*"):
             if path.name not in needed:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # what is left over harms nobody
+                    path.unlink()
 
     def _unwritable(self, round: int, error: Exception) -> str:
         if not self.folder.is_dir():

@@ -162,6 +162,10 @@ class Memory:
         """The clients that knew something before Work w."""
         return {client for client, kept in self._kept.items() if kept and kept[0][0] < w}
 
+    def saved(self, w: int) -> None:
+        """What was known before Work w is in a checkpoint."""
+        self.changed = {client for client in self.changed if self._kept[client][-1][0] >= w}
+
     @property
     def row_bytes(self) -> int:
         """What one client takes."""
