@@ -112,7 +112,7 @@ def test_damaged_files(tmp_path: Path, imagenet: dict[str, Tensor]) -> None:
             with pytest.raises(ModelError, match=f"{name} is damaged or holds no weights"):
                 make(f"mobilenetv2(weights='{name}')", with_files(SHAPE, tmp_path))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ModelError, match="folder is damaged"):
+    with pytest.raises(ModelError, match="folder is no file with weights"):
         make("mobilenetv2(weights='folder')", with_files(SHAPE, tmp_path))
 
 
