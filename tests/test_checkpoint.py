@@ -25,7 +25,9 @@ from torch import Tensor
 
 import fedloom as fl
 from fedloom.checkpoint import KEPT, MANIFEST, MEMORY, TENSORS, Checkpoints, Saved
+from fedloom.lockstep import run_together
 from fedloom.memory import Memory
+from fedloom.population import Population
 from fedloom.round import RunState
 from fedloom.stopping import Terminated, seconds_of, terminable, undisturbed, within
 from fedloom.training import Training
@@ -249,6 +251,38 @@ def test_damaged_one_does_not_outlive_the_next(two: tuple[Path, dict[int, Tensor
     assert sorted(path.name for path in folder.glob("round-*")) == ["round-00000005", "round-00000007"]
 
 
+def test_nothing_behind_a_link_is_touched(two: tuple[Path, dict[int, Tensor]], tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", tmp_path / "c"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years")
+    shutil.copytree(two[0], folder)
+    shutil.rmtree(folder / MEMORY)
+    (folder / MEMORY).symlink_to(home)
+    with pytest.raises(fl.RunError, match="memory is a link, behind which nothing is read or written"):
+        played(folder, rounds=8, resume=True)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / MEMORY).symlink_to(home)
+    with pytest.raises(fl.RunError, match="memory is a link"):
+        played(folder).run()
+    assert (home / "thesis.tex").read_text() == "years"
+    shutil.copytree(two[0], tmp_path / "d")
+    shutil.move(tmp_path / "d" / "round-00000006", home)
+    (tmp_path / "d" / "round-00000006").symlink_to(home / "round-00000006")
+    assert played(tmp_path / "d", resume=True).state.round == 5
+
+
+def test_what_is_not_ours_stays(two: tuple[Path, dict[int, Tensor]], tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(two[0], folder)
+    others = [folder / "my-round-notes" / "a", folder / MEMORY / "sub" / "b", folder / MEMORY / "notes.txt"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    played(folder, rounds=8, resume=True).run()
+    assert all(path.read_text() == "mine" for path in others)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -407,7 +441,69 @@ def test_signal_waits_for_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         played(tmp_path).run()
     assert inside
     monkeypatch.setattr(Checkpoints, "save", saving)
-    assert played(tmp_path, resume=True).state.round == 1
+    assert played(tmp_path, resume=True).state.round == 0  # it came with the one before the first round
+
+
+def test_second_signal_does_not_keep_others_from_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, twice in a row, while several runs train together: the second comes while the first run is saved."""
+    saving, count = Checkpoints.save, 0
+
+    def impatient(self: Checkpoints, *given: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 3:  # the first three are those before the first round
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.02)
+        saving(self, *given)
+
+    monkeypatch.setattr(Checkpoints, "save", impatient)
+    data = federation()
+    settings: dict[str, Any] = {**SETTINGS, "rounds": 100_000, "engine": "vector", "checkpoint_every": 1_000_000}
+    settings["compile"] = False
+    runs = [
+        Training(dense(), data, METHOD, checkpoint=tmp_path / str(seed), seed=seed, **settings) for seed in range(3)
+    ]
+
+    def stop(event: fl.Event) -> None:
+        if event.round == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_together(runs, [[stop], [], []])
+    assert count == 6
+    for seed, run in enumerate(runs):
+        assert run.state.round > 0
+        saved = Checkpoints(tmp_path / str(seed), run.identity).load(CPU)
+        assert saved is not None
+        assert saved.state.round == run.state.round
+
+
+def test_round_is_over_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal right behind the model's change: the score that patience counts is there, too."""
+    data = federation()
+    held = fl.Federation.from_arrays([data.client(k) for k in range(5)], validation=data.client(5))
+    settings: dict[str, Any] = {"rounds": 30, "clients_per_round": 2, "engine": "loop", "patience": 3, "min_gain": 0.05}
+    whole = fl.fit(dense(), held, METHOD, **settings)
+    assert whole.stopped == "patience"
+    settle = Population.settle
+    for round in range(1, len(whole.history)):
+
+        def interrupted(self: Population, when: int = round, calls: list[int] = []) -> None:  # noqa: B006
+            calls.append(1)
+            if len(calls) == when:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.005)
+            settle(self)
+
+        monkeypatch.setattr(Population, "settle", interrupted)
+        saving: dict[str, Any] = {"checkpoint": tmp_path / str(round), "checkpoint_every": 1000}
+        with pytest.raises(KeyboardInterrupt):
+            fl.fit(dense(), held, METHOD, **settings, **saving)
+        monkeypatch.setattr(Population, "settle", settle)
+        resumed = fl.fit(dense(), held, METHOD, resume=True, **settings, **saving)
+        assert len(resumed.history) == len(whole.history)
+        kept = (list(one.model.state_dict().values()) for one in (whole, resumed))
+        assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
 def test_time_that_is_used_up(tmp_path: Path) -> None:
@@ -427,7 +523,9 @@ def test_times(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "1x", "-5", "0", "nan", "inf", "1h-30m", "1.2.3s", "1m30"])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "1x", "-5", "0", "nan", "inf", "1h-30m", "1.2.3s", "1m30", "1e12", "9999999999d"]
+)
 def test_bad_times(text: str) -> None:
     with pytest.raises(fl.ConfigError, match="time_budget must be seconds or a text such as '90m'"):
         seconds_of(text)
@@ -475,6 +573,8 @@ def test_too_many_diverged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         fl.fit(line(), max_diverged=2, resume=True, **given, **saving)
     again = fl.fit(line(), max_diverged=6, resume=True, **given, **saving)
     assert torch.equal(again.params, whole.params)
+    with pytest.raises(fl.RunError, match="6 updates had diverged by round 6"):  # in the last round
+        fl.fit(line(), max_diverged=5, **given)
     for bad in (-1, 1.5, True, "3"):
         with pytest.raises(fl.ConfigError, match="max_diverged must be a whole number of at least 0"):
             fl.fit(line(), max_diverged=bad, **given)  # type: ignore[arg-type]

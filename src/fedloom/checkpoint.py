@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ LOG = logging.getLogger("fedloom")
 FORMAT = 2
 KEPT = 2
 MEMORY = "memory"
+NAME, PIECE = r"round-[0-9]{8,}", r"[0-9]{8,}-[0-9]+-[0-9]+[.]safetensors"
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 PORTION = 1 << 28  # bytes of what clients remember that are in one file, and in memory for it
 LONGEST = 1 << 30  # bytes of a manifest
@@ -72,6 +74,7 @@ class Checkpoints:
 
     def begin(self) -> None:
         """Make the folder; one that is gone later was taken away."""
+        _refuse_link(self.folder / MEMORY)
         try:
             (self.folder / MEMORY).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -104,6 +107,7 @@ class Checkpoints:
         from safetensors import SafetensorError
 
         found = _checkpoints(self.folder)
+        _refuse_link(self.folder / MEMORY)
         for path in found:
             try:
                 manifest = _manifest(path)
@@ -163,7 +167,7 @@ class Checkpoints:
             path = self.folder / MEMORY / f"{name}-{i // some}.safetensors"
             beside = path.with_name(f".{path.name}.part")
             save_file(stage.tensors(clients[i : i + some], w), beside)
-            _sync(beside)
+            sync(beside)
             files[path.name] = _digest(beside)
             beside.rename(path)
         return files
@@ -195,22 +199,24 @@ class Checkpoints:
         own = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest()})
         (beside / MANIFEST).write_text(own + "\n" + text)
         for path in (*beside.iterdir(), beside, self.folder / MEMORY):
-            _sync(path)
+            sync(path)
         shutil.rmtree(self.folder / name, ignore_errors=True)  # a damaged one: no whole one is written twice
         beside.rename(self.folder / name)
-        _sync(self.folder)
+        sync(self.folder)
 
     def _tidy(self) -> None:
-        """Remove what no kept checkpoint needs: older ones, damaged ones, pieces that were taken in, half a file."""
+        """Remove what no kept checkpoint needs: older ones, damaged ones, pieces that were taken in, half a file; of
+        what has a name of ours, and nothing else.
+        """
         whole = [path for path in _checkpoints(self.folder) if path.name not in self.damaged]
         kept = {path.name: self.needs.get(path.name) or _needs(path) for path in whole[:KEPT]}
         self.needs = kept
         for path in self.folder.glob("*round-*"):
-            if path.name not in kept:
+            if path.name not in kept and re.fullmatch(f"{NAME}|[.]{NAME}[.]part", path.name):
                 shutil.rmtree(path, ignore_errors=True)
         needed = set().union(*kept.values())
         for path in (self.folder / MEMORY).glob("*"):
-            if path.name not in needed:
+            if path.name not in needed and re.fullmatch(f"{PIECE}|[.]{PIECE}[.]part", path.name):
                 with suppress(OSError):  # what is left over harms nobody
                     path.unlink()
 
@@ -235,9 +241,16 @@ def exist(folder: Path) -> bool:
 
 def _checkpoints(folder: Path) -> list[Path]:
     try:
-        return sorted(folder.glob("round-*"), reverse=True) if folder.is_dir() else []
+        found = sorted(folder.glob("round-*"), reverse=True) if folder.is_dir() else []
+        return [path for path in found if re.fullmatch(NAME, path.name) and not path.is_symlink()]
     except OSError as error:
         raise _unusable(folder, error) from None
+
+
+def _refuse_link(path: Path) -> None:
+    """What is written, or removed, stays in the folder."""
+    if os.path.islink(path):
+        raise RunError(f"{path} is a link, behind which nothing is read or written; remove it")
 
 
 def _unusable(folder: Path, error: OSError) -> RunError:
@@ -293,8 +306,8 @@ def _verify(path: Path, digest: str) -> None:
 
 def _named(files: Mapping[str, str]) -> dict[str, str]:
     """Files beside each other, and nowhere else."""
-    if any(Path(name).name != name for name in files):
-        raise ValueError("its manifest names files in other folders")
+    if not all(re.fullmatch(PIECE, name) for name in files):
+        raise ValueError("its manifest names other files")
     return dict(files)
 
 
@@ -342,7 +355,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Let a file or a folder reach the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -16,7 +16,7 @@ from fedloom.errors import RunError, out_of_memory
 from fedloom.simulation import guarded
 from fedloom.space import buffers_of
 from fedloom.stages import Updates, Work
-from fedloom.stopping import terminable
+from fedloom.stopping import terminable, undisturbed
 from fedloom.training import Callback, Result, Training
 
 LOG = logging.getLogger("fedloom")
@@ -86,6 +86,8 @@ def run_together(
             waiting.pop(i, None)
             errors.append(error)
             _save(trainings[i : i + 1])
+            if waiting:
+                LOG.warning("%s%s; the other runs go on", trainings[i].label, error)
 
     groups: list[list[int]] = []
     for i, training in enumerate(trainings):
@@ -111,11 +113,12 @@ def run_together(
 
 def _save(trainings: Sequence[Training]) -> None:
     """All of them, also where one can't be written; whatever stopped them is what is raised."""
-    for training in trainings:
-        try:
-            training.save()
-        except RunError as error:
-            LOG.warning("%s%s", training.label, error)
+    with undisturbed():
+        for training in trainings:
+            try:
+                training.save()
+            except RunError as error:
+                LOG.warning("%s%s", training.label, error)
 
 
 def _trained(trainings: Sequence[Training], first: int, asked: dict[int, Work]) -> list[Updates]:

@@ -14,7 +14,9 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
+LONGEST = 3.2e8  # seconds: ten years
 _last: int | None = None  # signal that ended something
+_leaving = False  # one has come, and is being followed
 
 
 class Terminated(KeyboardInterrupt):
@@ -23,15 +25,13 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM raise, unless somebody has made other arrangements for it."""
-    if not _hears_signals() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    """Let Ctrl-C and SIGTERM raise, once, unless somebody has made other arrangements for them: whatever comes after
+    the first of them must not end what that one has begun to save.
+    """
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    ours = [number for number, handler in usual.items() if _hears_signals() and signal.getsignal(number) is handler]
+    with _obeyed(*ours):
         yield
-        return
-    signal.signal(signal.SIGTERM, _stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -41,13 +41,25 @@ def within(duration: str | None) -> Iterator[None]:
         yield
         return
     seconds = seconds_of(duration)
-    before = signal.signal(signal.SIGALRM, _stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    with _obeyed(signal.SIGALRM):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
+def _obeyed(*numbers: signal.Signals) -> Iterator[None]:
+    """The first of these signals raises."""
+    global _leaving
+    before = {number: signal.signal(number, _stop) for number in numbers}
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _leaving = False
 
 
 @contextmanager
@@ -84,7 +96,7 @@ def seconds_of(duration: str) -> float:
             seconds = float(duration)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not 0 < seconds < LONGEST:
         raise ConfigError(f"time_budget must be seconds or a text such as '90m' or '1h30m', not {duration!r}")
     return seconds
 
@@ -96,8 +108,10 @@ def why() -> str:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    global _last
-    _last = number
+    global _last, _leaving
+    if _leaving:
+        return
+    _last, _leaving = number, True
     raise Terminated
 
 

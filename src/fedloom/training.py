@@ -5,6 +5,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("fedloom")
 BETWEEN_CHECKPOINTS = 30.0  # seconds
 TOLD = 10  # clients that a warning names
+
+
+class Diverged(RunError):
+    """More clients have diverged than a run was to bear."""
 
 
 class Signal(Enum):
@@ -107,6 +112,11 @@ class Best:
     @property
     def tired(self) -> bool:
         return self.patience is not None and self.waited >= self.patience
+
+
+def _described(module: nn.Module) -> str:
+    """What it is, with what it was made with: the rate of a dropout, the stride of a convolution."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(module).__qualname__}({module.extra_repr()})")
 
 
 def _digest(*tensors: Tensor) -> str:
@@ -243,9 +253,10 @@ class Training:
             LOG.info(self.simulation.chosen)
         for cost in self.diagnosis.costs:
             LOG.info(cost)
+        self.save()  # what can't be made again, such as the key of a noise, is on disk before anything follows from it
+        self._check_diverged()
         stopped = "patience" if self.best.tired else "rounds"
         while self.state.round < self.rounds and stopped == "rounds":
-            self._check_diverged()
             number = self.state.round + 1
             last = number == self.rounds
             outcome = yield from self._round(evaluate=last or number % self.eval_every == 0)
@@ -255,6 +266,7 @@ class Training:
                 stopped = "patience"
             if stopped != "rounds" or last or self._due():
                 self.save()
+            self._check_diverged()
         return Result(self.state.theta, self.model(), self.history, stopped)
 
     def _call(self, callbacks: Sequence[Callback], outcome: Outcome) -> bool:
@@ -294,9 +306,13 @@ class Training:
         seconds = time.perf_counter() - began - waited + self.trained - self.diagnosed
         diagnosed = self.diagnosis.measure(self.state, outcome, evaluate)
         row = {**self._row(outcome, measured, seconds), **diagnosed}
-        self.state = outcome.state  # an interrupt between this line and the next is seen by `save`
-        self.history.append(row)
-        self.simulation.population.settle()
+        with undisturbed():  # a round is over as a whole, or not at all
+            self.state = outcome.state
+            self.history.append(row)
+            self.simulation.population.settle()
+            if measured and self.best.patience is not None:
+                score = measured.get(f"validation_{self.simulation.evaluator.name}", -measured["validation_loss"])
+                self.best.see(score, self.simulation.deployed(self.state), self.state.buffers)
         if outcome.traffic.diverged:
             self._warn("%s diverged (loss or update not finite); left out", _names(outcome.traffic.diverged))
         # Asking the device for it in every round would stop it; a round in which nobody trained has time for it.
@@ -305,9 +321,6 @@ class Training:
             self._warn("the model is no longer finite; lower a learning rate")
         if outcome.record is None:
             self._warn("no usable update came back; the model stays as it was")
-        if measured and self.best.patience is not None:
-            score = measured.get(f"validation_{self.simulation.evaluator.name}", -measured["validation_loss"])
-            self.best.see(score, self.simulation.deployed(self.state), self.state.buffers)
         return outcome
 
     def _warn(self, message: str, *values: object) -> None:
@@ -364,7 +377,7 @@ class Training:
 
     def save(self) -> None:
         """Put the state after the last whole round on disk."""
-        if self.checkpoints is None or len(self.history) != self.state.round:
+        if self.checkpoints is None:
             return
         best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
         notes = {"score": self.best.score, "waited": self.best.waited}
@@ -381,8 +394,8 @@ class Training:
         if count > self.max_diverged:
             self.save()
             where = "" if self.checkpoints is None else "; the checkpoint can be resumed with a larger max_diverged"
-            raise RunError(
-                f"{self.label}{count} updates had diverged by round {self.state.round}, more than "
+            raise Diverged(
+                f"{count} updates had diverged by round {self.state.round}, more than "
                 f"max_diverged={self.max_diverged}; lower a learning rate or clip local gradients{where}"
             )
 
@@ -440,7 +453,7 @@ class Training:
             "dropout_rate": absence.dropout_rate,
             "metric": self.simulation.evaluator.name,
             "loss": getattr(self.simulation.task.loss, "__qualname__", "a callable"),
-            "modules": [f"{name}: {type(module).__qualname__}" for name, module in self.given.named_modules()],
+            "modules": [f"{name}: {_described(module)}" for name, module in self.given.named_modules()],
             "per_round": setup.per_round,
             "local": asdict(setup.local),
             "seed": setup.seed,

@@ -118,6 +118,37 @@ def test_interrupted_run_is_resumable(tmp_path: Path) -> None:
     assert "lr was 0.1, now 0.5" in changed.stderr
 
 
+def test_damaged_model_is_made_again(tmp_path: Path) -> None:
+    assert fedloom("run", *SMALL, "--out", "r", cwd=tmp_path).returncode == 0
+    model = tmp_path / "r/model.safetensors"
+    whole = model.read_bytes()
+    for damage in (bytes(50), whole[:-1], b""):
+        model.write_bytes(damage)
+        again = fedloom("run", "--out", "r", "--resume", cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert model.read_bytes() == whole
+
+
+def test_resume_of_nothing(tmp_path: Path) -> None:
+    """Nothing says what was to be run: not the defaults, at any rate."""
+    refused = fedloom("run", "--resume", "--out", "r", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "r holds no run to resume; repeat the command that was to begin it" in refused.stderr
+    assert not (tmp_path / "r").exists()
+    assert fedloom("run", *SMALL, "--resume", "--out", "r", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("how", ["--one-by-one", "--lockstep"])
+def test_method_that_diverges_does_not_end_the_others(how: str, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--engine", "vector", "--seeds", "1", "--max-diverged", "3", how, "--out", "c"]
+    ended = fedloom("compare", "fedavg(lr=1e39)", "fedavg", *arguments, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert "more than max_diverged=3" in ended.stderr
+    assert "the other runs go on" in ended.stderr
+    assert fl.load_run(tmp_path / "c/fedavg/seed-0").finished
+
+
 def test_resume_refuses_another_run(tmp_path: Path) -> None:
     assert fedloom("run", *SMALL, "--out", "r", cwd=tmp_path).returncode == 0
     (tmp_path / "r/model.safetensors").unlink()

@@ -356,6 +356,23 @@ def test_a_round_played_again_releases_the_same(tmp_path: Path) -> None:
     assert repr(whole[:5]) == repr(first)
 
 
+def test_key_is_kept_before_anything_is_released(tmp_path: Path) -> None:
+    """A run that crashes in round 3, before its first checkpoint is due, releases the same three models again."""
+    seen: list[Array] = []
+
+    def crash(event: fl.Event) -> None:
+        seen.append(event.params.numpy().copy())
+        if event.round == 3 and len(seen) == 3:
+            raise ZeroDivisionError
+
+    method = f"bernoulli(rate=0.4)+clip(norm={C})+noise(multiplier={Z})"
+    with pytest.raises(ZeroDivisionError):
+        training(method, rounds=4, checkpoint=tmp_path).run([crash])
+    training(method, rounds=4, checkpoint=tmp_path, resume=True).run([crash])
+    assert len(seen) == 7
+    assert all(np.array_equal(first, again) for first, again in zip(seen[:3], seen[3:6], strict=True))
+
+
 def test_diagnostics_bear_rounds_of_nobody() -> None:
     data = fl.load("digits", partition="iid", clients=40)
     result = fl.fit(

@@ -1,6 +1,7 @@
 """Many methods on equal terms: the same data, the same models to start from, the same number of Works."""
 
 import hashlib
+import logging
 import math
 import re
 import statistics
@@ -23,7 +24,9 @@ from fedloom.experiment.statistics import Paired, compare_all
 from fedloom.experiment.track import tracked
 from fedloom.method import Method
 from fedloom.simulation import cohort_size
+from fedloom.training import Diverged
 
+LOG = logging.getLogger("fedloom")
 TOGETHER = 32  # runs that are in memory at once
 LAST = 10  # works whose mean is told beside the last round
 BASELINE_SHARE = 0.95  # without a target: how soon is a method as good as this share of the baseline's end?
@@ -162,13 +165,29 @@ def compare(
                 tell = trackers.enter_context(tracked(track, where, asdict(seeded), title=label, resume=resume))
                 jobs.append(Job(seeded, where, [progress.callback(label, config.metric), *tell]))
         at_once = TOGETHER if lockstep and vector else 1
-        runs = [run for i in range(0, len(jobs), at_once) for run in start_runs(jobs[i : i + at_once], resume=resume)]
+        runs = _run_all([jobs[i : i + at_once] for i in range(0, len(jobs), at_once)], resume)
         rows = [Row(plan.method, runs[i * seeds : (i + 1) * seeds], config.metric) for i, plan in enumerate(plans)]
     goal = target
     if target is None and math.isfinite(rows[0].mean):
         goal = BASELINE_SHARE * rows[0].mean
     rows = [replace(row, target=goal, gain=gain) for row, gain in zip(rows, gains(rows), strict=True)]
     return Comparison(folder, config, rows, goal, seeds)
+
+
+def _run_all(portions: Sequence[Sequence[Job]], resume: bool) -> list[Run]:
+    """One portion after the other; a run in which too many clients diverged does not keep the rest from theirs."""
+    runs: list[Run] = []
+    diverged: list[Diverged] = []
+    for i, portion in enumerate(portions):
+        try:
+            runs += start_runs(portion, resume=resume)
+        except Diverged as error:
+            diverged.append(error)
+            if i + 1 < len(portions):
+                LOG.warning("%s; the other runs go on", error)
+    if diverged:
+        raise diverged[0]
+    return runs
 
 
 def gains(rows: Sequence[Row]) -> list[Paired | None]:

@@ -7,13 +7,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fedloom.checkpoint import sync
 from fedloom.data.load import load
 from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig, read_config
@@ -97,9 +98,8 @@ class InUse(RunError):
 
 
 def is_finished(folder: Path) -> bool:
-    """The model is written last."""
-    model = folder / MODEL
-    return is_plain(model, links=False) and model.stat().st_size > 0
+    """The model is written last, and must be whole."""
+    return _told(folder) is not None
 
 
 def load_run(folder: str | Path) -> Run:
@@ -205,22 +205,33 @@ def _refuse_links(folder: Path, entries: Iterable[Path]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write beside, then rename: a reader never sees half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise RunError(f"{path} can't be written: {error.strerror}") from None
 
 
 def rounds_played(folder: Path) -> int | None:
     """How many rounds the model of a finished run has seen; None where its file does not say."""
+    told = (_told(folder) or {}).get("rounds", "")
+    return int(told) if re.fullmatch("[0-9]{1,18}", told) else None
+
+
+def _told(folder: Path) -> dict[str, str] | None:
+    """What a run's model says of itself; None where there is no whole one."""
     from safetensors import SafetensorError, safe_open
 
     if not is_plain(folder / MODEL, links=False):
         return None
     try:
         with safe_open(folder / MODEL, "pt") as file:
-            told = (file.metadata() or {}).get("rounds", "")
+            told: dict[str, str] = file.metadata() or {}
     except (SafetensorError, OSError):
         return None
-    return int(told) if re.fullmatch("[0-9]{1,18}", told) else None
+    return told
 
 
 def write_model(path: Path, model: nn.Module, rounds: int | None = None) -> None:
@@ -231,6 +242,7 @@ def write_model(path: Path, model: nn.Module, rounds: int | None = None) -> None
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
     try:
         save_file(weights, beside, None if rounds is None else {"rounds": str(rounds)})
+        sync(beside)  # a finished run is known by this file
         os.replace(beside, path)
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} can't be written: {error}") from None

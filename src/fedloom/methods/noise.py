@@ -61,6 +61,7 @@ NOT_COVERED = (
     "noise: epsilon speaks of the models; train_loss, diverged, the share clipped and every other metric come from "
     "clients' data without noise, so don't hand them out with the models"
 )
+MOST = 1e6  # more would overflow in the account
 AGAINST = "; sampling helps only against those who don't know the run's seed"
 FOR_TESTS = "; whoever knows noise's seed can take the noise off, so it is for tests"
 
@@ -78,7 +79,7 @@ class Noise(Aggregator):
     breaks_privacy = None
 
     def __post_init__(self) -> None:
-        check(0 <= self.multiplier < float("inf"), f"noise: multiplier must be at least 0, not {self.multiplier}")
+        check(0 <= self.multiplier <= MOST, f"noise: multiplier must be between 0 and {MOST:g}, not {self.multiplier}")
         check(0 < self.delta < 1, f"noise: delta must be between 0 and 1, not {self.delta}")
         check(self.seed is None or self.seed >= 0, f"noise: seed must be at least 0, not {self.seed}")
 
