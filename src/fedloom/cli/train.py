@@ -48,9 +48,9 @@ def run(
 
     trackers = read_trackers(track)
     begun = read_config(folder / CONFIG, links=False) if resume and (folder / CONFIG).is_file() else {}
+    settings = settings_of(begun, written, config, overwrite, resume)
     if resume and not begun and not written and config is None:
         raise RunError(f"{folder} holds no run to resume; repeat the command that was to begin it")
-    settings = settings_of(begun, written, config, overwrite, resume)
     if resume and is_finished(folder):
         done = start_run(settings, folder, resume=True)
         out.print(f"{folder} holds a finished run: nothing is left to do", soft_wrap=True)
