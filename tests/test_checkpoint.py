@@ -610,6 +610,7 @@ def whole_model(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_file_that_may_not_grow(tmp_path: Path, whole_model: bytes) -> None:
     """Files may have 20 kB from round 4 on: the tensors do not fit."""
     folder = tmp_path / "r"

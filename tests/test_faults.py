@@ -69,6 +69,7 @@ print("the same")
 """
 
 
+@pytest.mark.long
 def test_compiler_that_is_killed(tmp_path: Path) -> None:
     """The compiler is a process of its own, and the first that a machine without memory kills: steps go on without."""
     compiler = tmp_path / "g++"

@@ -278,8 +278,8 @@ def test_channels_last_where_the_model_takes_it() -> None:
 
 
 def test_checkpoints_come_by_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Without a number of rounds: every half minute, and at the end."""
-    for seconds, wanted in ((30.0, [4]), (0.0, [1, 2, 3, 4])):
+    """Without a number of rounds: before the first, every half minute, and at the end."""
+    for seconds, wanted in ((30.0, [0, 4]), (0.0, [0, 1, 2, 3, 4])):
         monkeypatch.setattr("fedloom.training.BETWEEN_CHECKPOINTS", seconds)
         saved: list[int] = []
         run = Training(dense(), federation(), "fedavg", rounds=4, checkpoint=tmp_path / str(seconds))
