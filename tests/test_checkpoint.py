@@ -458,7 +458,7 @@ def test_second_signal_does_not_keep_others_from_being_saved(tmp_path: Path, mon
 
     monkeypatch.setattr(Checkpoints, "save", impatient)
     data = federation()
-    settings: dict[str, Any] = {**SETTINGS, "rounds": 100_000, "engine": "vector", "checkpoint_every": 1_000_000}
+    settings: dict[str, Any] = {**SETTINGS, "rounds": 300, "engine": "vector", "checkpoint_every": 1_000_000}
     settings["compile"] = False
     runs = [
         Training(dense(), data, METHOD, checkpoint=tmp_path / str(seed), seed=seed, **settings) for seed in range(3)
