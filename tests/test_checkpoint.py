@@ -379,6 +379,19 @@ def test_changed_run_is_refused(change: dict[str, Any], said: str, two: tuple[Pa
         Training(checkpoint=two[0], resume=True, **given)
 
 
+def test_queue_of_buffers(tmp_path: Path) -> None:
+    """FedAsync remembers models of earlier rounds, with their batch-norm statistics as soon as there are some."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)).double()
+    method = "fedasync(staleness=poly, max_staleness=3)"
+    given: dict[str, Any] = {"clients_per_round": 2, "engine": "loop", "local": fl.Local(batch_size=8)}
+    whole = fl.fit(model, federation(sizes=[0, 8, 20, 30, 42]), method, rounds=9, **given)
+    given |= {"federation": federation(sizes=[0, 8, 20, 30, 42]), "checkpoint": tmp_path}
+    fl.fit(model, method=method, rounds=4, **given)
+    resumed = fl.fit(model, method=method, rounds=9, resume=True, **given)
+    assert torch.equal(whole.params, resumed.params)
+
+
 def test_engine_may_change(two: tuple[Path, dict[int, Tensor]], tmp_path: Path) -> None:
     shutil.copytree(two[0], tmp_path / "c")
     loop, vector = (
@@ -392,6 +405,14 @@ def test_engine_may_change(two: tuple[Path, dict[int, Tensor]], tmp_path: Path) 
 # ---------------------------------------------------------------------------------------------------------------------
 # Being told to stop
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """It is heard, also where the tests run in the background, in which a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def send(number: int, after: float) -> None:
@@ -444,6 +465,7 @@ def test_signal_waits_for_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert played(tmp_path, resume=True).state.round == 0  # it came with the one before the first round
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_second_signal_does_not_keep_others_from_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C, twice in a row, while several runs train together: the second comes while the first run is saved."""
     saving, count = Checkpoints.save, 0
@@ -478,6 +500,7 @@ def test_second_signal_does_not_keep_others_from_being_saved(tmp_path: Path, mon
         assert saved.state.round == run.state.round
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_round_is_over_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal right behind the model's change: the score that patience counts is there, too."""
     data = federation()

@@ -11,10 +11,8 @@ from types import FrameType
 from fedloom.errors import ConfigError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-
-
 LONGEST = 3.2e8  # seconds: ten years
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 _last: int | None = None  # signal that ended something
 _leaving = False  # one has come, and is being followed
 

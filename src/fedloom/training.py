@@ -133,10 +133,10 @@ def _placed(saved: RunState, fresh: RunState, device: torch.device) -> RunState:
     if {n: b.shape for n, b in saved.buffers.items()} != {n: b.shape for n, b in fresh.buffers.items()}:
         raise ValueError("the model has other buffers")
     for key, values in fresh.stages.items():
-        if saved.stages[key].keys() != values.keys():
+        if not saved.stages[key].keys() >= values.keys():  # a stage may learn of more, such as a queue of buffers
             raise ValueError(f"{key} knows other things")
     stages = {
-        key: {name: value.to(fresh.stages[key][name].device) for name, value in values.items()}
+        key: {n: v.to(fresh.stages[key][n].device if n in fresh.stages[key] else device) for n, v in values.items()}
         for key, values in saved.stages.items()
     }
     return replace(saved, stages=stages)
