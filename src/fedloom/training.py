@@ -394,9 +394,10 @@ class Training:
         if count > self.max_diverged:
             self.save()
             where = "" if self.checkpoints is None else "; the checkpoint can be resumed with a larger max_diverged"
+            whose = f"{self.simulation.method}, seed {self.simulation.setup.seed}"
             raise Diverged(
                 f"{count} updates had diverged by round {self.state.round}, more than "
-                f"max_diverged={self.max_diverged}; lower a learning rate or clip local gradients{where}"
+                f"max_diverged={self.max_diverged}; under {whose}: lower a learning rate or clip local gradients{where}"
             )
 
     @property
