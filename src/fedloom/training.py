@@ -1,20 +1,17 @@
 """A run on its way: the loop over rounds, the history, callbacks, checkpoints."""
 
 import copy
-import hashlib
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +20,7 @@ from fedloom.diagnosis import Diagnosis, named
 from fedloom.engines.choose import Wishes, bytes_of
 from fedloom.errors import ConfigError, RunError
 from fedloom.federation import Federation
+from fedloom.identity import identity_of
 from fedloom.local import Local, plain
 from fedloom.method import Method
 from fedloom.round import Outcome, RunState
@@ -112,18 +110,6 @@ class Best:
     @property
     def tired(self) -> bool:
         return self.patience is not None and self.waited >= self.patience
-
-
-def _described(module: nn.Module) -> str:
-    """What it is, with what it was made with: the rate of a dropout, the stride of a convolution."""
-    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(module).__qualname__}({module.extra_repr()})")
-
-
-def _digest(*tensors: Tensor) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _placed(saved: RunState, fresh: RunState, device: torch.device) -> RunState:
@@ -431,32 +417,4 @@ class Training:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to belong to this run; engine and device may change."""
-        setup = self.simulation.setup
-        shapes = {name: list(shape) for name, shape in zip(setup.space.names, setup.space.shapes, strict=True)}
-        federation = self.simulation.federation
-        few = federation.x[:: max(1, len(federation.x) // 1000)]  # enough to tell other data, cheap enough to ask often
-        frozen = [p for name, p in self.simulation.task.model.named_parameters() if name not in setup.space.names]
-        absence = self.simulation.population.absence
-        availability = absence.availability
-        if isinstance(availability, np.ndarray):
-            availability = hashlib.sha256(availability.tobytes()).hexdigest()
-        elif callable(availability):
-            availability = "a function"
-        return {
-            "method": self.simulation.method.text,
-            "model": shapes,
-            "frozen parameters": _digest(*frozen),
-            "data": _digest(federation.y, few),
-            "partition": _digest(federation.offsets, federation.index),
-            "preparation": str(federation.preparation),
-            "availability": availability,
-            "dropout_rate": absence.dropout_rate,
-            "metric": self.simulation.evaluator.name,
-            "loss": getattr(self.simulation.task.loss, "__qualname__", "a callable"),
-            "modules": [f"{name}: {_described(module)}" for name, module in self.given.named_modules()],
-            "per_round": setup.per_round,
-            "local": asdict(setup.local),
-            "seed": setup.seed,
-            "diagnose": list(self.diagnose),
-        }
+        return identity_of(self.simulation, self.given, self.diagnose)
