@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import RunError
-from fedloom.memory import Memory
+from fedloom.memory import Remembering
 from fedloom.round import RunState
 from fedloom.stages import State
 from fedloom.untrusted import open_plain, read_bytes
@@ -80,7 +80,7 @@ class Checkpoints:
         except OSError as error:
             raise _unusable(self.folder, error) from None
 
-    def save(self, saved: Saved, memory: Mapping[str, Memory]) -> None:
+    def save(self, saved: Saved, memory: Mapping[str, Remembering]) -> None:
         """Write one checkpoint; what is on disk stays untouched until the new one is whole."""
         from safetensors import SafetensorError
 
@@ -140,7 +140,7 @@ class Checkpoints:
         for client, piece in newest.items():
             piece.clients.add(client)
 
-    def _write_memory(self, state: RunState, memory: Mapping[str, Memory]) -> list[Piece]:
+    def _write_memory(self, state: RunState, memory: Mapping[str, Remembering]) -> list[Piece]:
         """Put on disk what has changed; the pieces that now make up the whole."""
         pieces = [Piece(piece.key, piece.files, set(piece.clients)) for piece in self.pieces]
         for number, (key, stage) in enumerate(memory.items()):
@@ -158,7 +158,7 @@ class Checkpoints:
             pieces = [piece for piece in pieces if piece.key != key] + [*own, Piece(key, files, fresh)]
         return pieces
 
-    def _write_piece(self, name: str, stage: Memory, clients: Sequence[int], w: int) -> dict[str, str]:
+    def _write_piece(self, name: str, stage: Remembering, clients: Sequence[int], w: int) -> dict[str, str]:
         from safetensors.torch import save_file
 
         some = max(1, PORTION // stage.row_bytes)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fedloom.engines.ray import session
 from fedloom.evaluate import Score
 from fedloom.federation import Federation
 from fedloom.local import Local
@@ -32,6 +33,8 @@ def fit(
     engine: str = "auto",
     compile: bool | None = None,
     max_memory: int | str | None = None,
+    ray_address: str | None = None,
+    actors: int | None = None,
     device: str | torch.device = "auto",
     precision: Precision = "auto",
     seed: int = 0,
@@ -65,6 +68,10 @@ def fit(
     device has. A cohort that does not fit is trained in pieces, and what clients remember moves to the host and then
     to the disk.
 
+    "ray" splits every cohort over the workers of a Ray cluster: that at `ray_address` ("auto", or "10.0.0.1:6379"), or
+    a local one that is started and stopped. There are as many workers as `actors` says, or one per GPU, or per core.
+    Each trains its share by the same rule; "ray-loop" and "ray-vector" say how. See docs/cluster.md.
+
     >>> import torch, fedloom as fl
     >>> x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     >>> federation = fl.Federation.from_arrays([(x[:4], [0, 1, 0, 1]), (x[4:], [1, 1, 0, 0])])
@@ -72,31 +79,34 @@ def fit(
     >>> [row["round"] for row in result.history]
     [1, 2]
     """
-    training = Training(
-        model,
-        federation,
-        method,
-        rounds=rounds,
-        clients_per_round=clients_per_round,
-        local=local or Local(),
-        loss=loss,
-        metric=metric,
-        eval_every=eval_every,
-        eval_between=eval_between,
-        patience=patience,
-        min_gain=min_gain,
-        engine=engine,
-        compile=compile,
-        max_memory=max_memory,
-        device=device,
-        precision=precision,
-        seed=seed,
-        availability=availability,
-        dropout_rate=dropout_rate,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        max_diverged=max_diverged,
-        diagnose=diagnose,
-    )
-    return training.run(callbacks)
+    with session():
+        training = Training(
+            model,
+            federation,
+            method,
+            rounds=rounds,
+            clients_per_round=clients_per_round,
+            local=local or Local(),
+            loss=loss,
+            metric=metric,
+            eval_every=eval_every,
+            eval_between=eval_between,
+            patience=patience,
+            min_gain=min_gain,
+            engine=engine,
+            compile=compile,
+            max_memory=max_memory,
+            ray_address=ray_address,
+            actors=actors,
+            device=device,
+            precision=precision,
+            seed=seed,
+            availability=availability,
+            dropout_rate=dropout_rate,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            max_diverged=max_diverged,
+            diagnose=diagnose,
+        )
+        return training.run(callbacks)

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -114,6 +114,23 @@ class Slab:
             yield self.chunks[c], torch.from_numpy(places), torch.from_numpy(wanted[places] - self.begins[c])
 
 
+class Remembering(Protocol):
+    """What a checkpoint needs of a memory, wherever it lies."""
+
+    changed: set[int]
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    def known(self, w: int) -> set[int]: ...
+
+    def saved(self, w: int) -> None: ...
+
+    def tensors(self, clients: Sequence[int], w: int) -> State: ...
+
+    def restore(self, pieces: Iterable[State]) -> None: ...
+
+
 @dataclass
 class Memory:
     """The memory of one client stage over all clients; a client that was never seen costs nothing and reads as zero."""
@@ -174,17 +191,38 @@ class Memory:
     def tensors(self, clients: Sequence[int], w: int) -> State:
         """What clients knew before Work w, as plain tensors on the host; each must be among the `known`."""
         slots = [self._before(client, w) for client in clients]
+        if min(slots, default=0) < 0:
+            raise RunError(f"what client {clients[slots.index(-1)]} knew before Work {w} is not known any more")
         wrote = [self._kept[client][bisect_right(self._kept[client], (w - 1, 1 << 62)) - 1][0] for client in clients]
         where = torch.tensor([*zip(clients, wrote, strict=True)], dtype=torch.int64).reshape(-1, 2)
         return {"where": where, **{f"value.{name}": slab.read(slots).cpu() for name, slab in self._slabs.items()}}
 
+    def versions(self, clients: Sequence[int]) -> State:
+        """All that is kept of some clients, as `tensors` gives the newest."""
+        kept = [(client, w, slot) for client in clients for w, slot in self._kept.get(client, [])]
+        where = torch.tensor([place[:2] for place in kept], dtype=torch.int64).reshape(-1, 2)
+        slots = [slot for _, _, slot in kept]
+        return {"where": where, **{f"value.{name}": slab.read(slots).cpu() for name, slab in self._slabs.items()}}
+
+    def take(self, piece: State) -> None:
+        """Remember what `tensors` or `versions` of another memory gave, beside what is known."""
+        where = piece["where"]
+        for w in sorted(set(where[:, 1].tolist())):
+            of = (where[:, 1] == w).nonzero().flatten()
+            self.write(where[of, 0], w, {name: piece[f"value.{name}"][of] for name in self._slabs})
+
+    def forget(self, clients: Iterable[int] | None = None) -> None:
+        """What some clients know; None: what all know."""
+        for client in list(self._kept) if clients is None else clients:
+            self._free.extend(slot for _, slot in self._kept.pop(client, []))
+            self._written.discard(client)
+            self.changed.discard(client)
+
     def restore(self, pieces: Iterable[State]) -> None:
         """Forget everything, and remember what `tensors` gave; a later piece wins."""
-        self._free.extend(slot for kept in self._kept.values() for _, slot in kept)
-        self._kept = {}
-        self._written.clear()
+        self.forget()
         for piece in pieces:
-            where = self._checked(piece)
+            where = self.checked(piece)
             for client in where[:, 0].tolist():
                 self._free.extend(slot for _, slot in self._kept.pop(client, []))
             slots = [self._slot() for _ in range(len(where))]
@@ -193,7 +231,7 @@ class Memory:
                 slab.write(slots, piece[f"value.{name}"])
         self.changed.clear()
 
-    def _checked(self, piece: State) -> Tensor:
+    def checked(self, piece: State) -> Tensor:
         """Whose values these are; refused where they are not what `tensors` would have given."""
         where = piece.get("where", torch.empty(0))
         good = where.dtype == torch.int64 and where.dim() == 2 and where.shape[1] == 2 and bool((where >= 0).all())

@@ -3,7 +3,7 @@
 A simulation keeps all clients in one `Population`; a cluster keeps one per worker, a real federation one per client.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError, DataError
 from fedloom.keys import answer_rng
-from fedloom.memory import Memory, Room
+from fedloom.memory import Memory, Remembering, Room
 from fedloom.method import Part
-from fedloom.stages import Client, Info, Setup, State, Updates, Work
+from fedloom.stages import Client, Info, Setup, State, Updates, Work, as_sent
 from fedloom.untrusted import open_plain
 
 Availability = float | Callable[[int, int], bool] | np.ndarray | str | Path | None
@@ -90,12 +90,17 @@ class Population:
         self.setup = setup
         self.absence = absence
         self.room = room or Room()
-        self.memory = {p.key: Memory(p.stage.remembers, setup.start, self.room) for p in parts if p.stage.remembers}
+        self.kept = {p.key: Memory(p.stage.remembers, setup.start, self.room) for p in parts if p.stage.remembers}
         self.known: tuple[Work, dict[str, State]] | None = None  # what was read for the Work that is out
+
+    @property
+    def memory(self) -> Mapping[str, Remembering]:
+        """By client stage, for checkpoints."""
+        return self.kept
 
     def prepare(self, work: Work) -> Work:
         """The part of a Work that is answered, with what the client stages add to the gradient."""
-        work = self._present(work)
+        work = self.present(work)
         known = self._read(work)
         pull: Tensor | None = None
         drift: Tensor | None = None
@@ -120,10 +125,10 @@ class Population:
             if part.stage.remembers and work.commit:
                 if not everybody:
                     memory = {name: values[good.to(values.device)] for name, values in memory.items()}
-                self.memory[part.key].write(work.clients[good], work.w, memory)
-        return replace(updates, up=up)
+                self.kept[part.key].write(work.clients[good], work.w, memory)
+        return replace(updates, sent={key: as_sent(values, self.setup.space) for key, values in up.items()})
 
-    def _present(self, work: Work) -> Work:
+    def present(self, work: Work) -> Work:
         if self.absence.nobody_is_away:
             return work
         asked = zip(work.clients.tolist(), work.occurrence.tolist(), strict=True)
@@ -133,7 +138,7 @@ class Population:
     def _read(self, work: Work) -> dict[str, State]:
         """What each stage's clients remember."""
         return {
-            part.key: self.memory[part.key].read(work.clients, work.w) if part.key in self.memory else {}
+            part.key: self.kept[part.key].read(work.clients, work.w) if part.key in self.kept else {}
             for part in self.parts
         }
 
@@ -142,7 +147,7 @@ class Population:
 
     def settle(self) -> None:
         """A round is over."""
-        for memory in self.memory.values():
+        for memory in self.kept.values():
             memory.settle()
 
 

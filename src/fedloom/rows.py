@@ -1,11 +1,10 @@
 """The cohort's updates as a matrix [K, P], behind the few operations that server mathematics needs.
 
 Stages go through these operations, so that the matrix may lie on one device or be spread over a cluster whose workers
-answer with sums.
+answer with sums. Whoever reads `matrix` has the rows of a cluster brought together first.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ class Comparison(NamedTuple):
     across: Tensor  # squared norm of the row's part orthogonal to the rest
 
 
-@dataclass(frozen=True)
 class Rows:
     """K rows of P numbers on one device.
 
@@ -34,8 +32,18 @@ class Rows:
     tensor([2., 3.])
     """
 
-    matrix: Tensor
-    space: Space
+    def __init__(self, matrix: Tensor, space: Space) -> None:
+        self._matrix = matrix
+        self.space = space
+
+    @property
+    def matrix(self) -> Tensor:
+        return self._matrix
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sums of these rows are."""
+        return self.matrix.device
 
     def __len__(self) -> int:
         return len(self.matrix)
@@ -70,15 +78,15 @@ class Rows:
         for at in self._parts():
             torch.mul(groups.spread(scale[at].to(matrix)), self.matrix[at], out=matrix[at])
             matrix[at].addcmul_(groups.spread(share[at].to(matrix)), vector.expand_as(matrix[at]))
-        return replace(self, matrix=matrix)
+        return Rows(matrix, self.space)
 
     def scaled(self, scale: Tensor) -> "Rows":
         """scale_k times row k."""
-        return replace(self, matrix=scale.to(self.matrix)[:, None] * self.matrix)
+        return Rows(scale.to(self.matrix)[:, None] * self.matrix, self.space)
 
     def plus(self, vector: Tensor) -> "Rows":
         """Every row plus a vector [P]."""
-        return replace(self, matrix=self.matrix + vector)
+        return Rows(self.matrix + vector, self.space)
 
     def distances(self, point: Tensor, norm: int = 2) -> Tensor:
         """How far each row is from a point: [K], in float64."""
@@ -98,7 +106,7 @@ class Rows:
         """Other rows at these positions: [len(where), P], or [P] for all of them."""
         matrix = self.matrix.clone()
         matrix[where.to(matrix.device)] = rows.to(matrix)
-        return replace(self, matrix=matrix)
+        return Rows(matrix, self.space)
 
     def finite(self) -> Tensor:
         """Which rows hold neither NaN nor infinity: [K], on the CPU."""
@@ -112,4 +120,4 @@ class Rows:
 
     def select(self, keep: Tensor) -> "Rows":
         """The rows at these positions, in this order."""
-        return replace(self, matrix=self.matrix[keep.to(self.matrix.device)])
+        return Rows(self.matrix[keep.to(self.matrix.device)], self.space)

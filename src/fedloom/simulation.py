@@ -109,8 +109,19 @@ class Simulation:
         task = replace(task, channels_last=takes_channels_last(task, moved))
         for part in pipeline.parts:
             moved = part.stage.tamper(moved, setup)
-        engine, why = choose_engine(wishes, task, moved, setup, rounds)
         absence = Absence.of(availability, dropout_rate, len(federation))
+        engine: Engine
+        population: Population
+        if wishes.on_ray:
+            from fedloom.engines.ray import spread_out
+
+            engine, population = spread_out(
+                model, loss, precision, moved, pipeline, setup, wishes, absence, rounds, str(device)
+            )
+            why = ""
+        else:
+            engine, why = choose_engine(wishes, task, moved, setup, rounds)
+            population = Population(pipeline.clients, setup, absence, room or wishes.room(place))
         return cls(
             method,
             pipeline,
@@ -118,7 +129,7 @@ class Simulation:
             task,
             moved,
             engine,
-            Population(pipeline.clients, setup, absence, room or wishes.room(place)),
+            population,
             Evaluator(task, moved.preparation, name, score),
             f"engine {engine.name}: {why}" if wishes.engine == "auto" else "",
         )
@@ -154,6 +165,11 @@ class Simulation:
     def train(self, work: Work) -> Updates:
         with guarded(self.setup.device):
             return self.engine.train(work)
+
+    @property
+    def moved(self) -> int | None:
+        """Bytes that went from process to process so far; None: there is only one."""
+        return getattr(self.engine, "moved", None)
 
     def deployed(self, state: RunState) -> Tensor:
         """The model that users get [P]."""

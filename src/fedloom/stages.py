@@ -24,6 +24,7 @@ from fedloom.space import Buffers, Space
 State = dict[str, Tensor]
 Weighting = Literal["samples", "equal"]
 Metrics = dict[str, float | list[Any]]
+Sent = Mapping[str, Tensor | Rows]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Updates:
     finite: Tensor  # [K] False: loss or update holds NaN or infinity
     rows: Rows  # [K, P] start minus end
     buffers: Buffers  # stacked [K, ...]
-    up: Mapping[str, State] = field(default_factory=dict)  # by client stage: what its `end` sent up, [K, ...] each
+    sent: Mapping[str, Sent] = field(default_factory=dict)  # by client stage: what its `end` sent up, [K, P] as Rows
     extra: State = field(default_factory=dict)  # what the Work wanted, [K, ...] each
     owner: Tensor | None = None  # [K] who a server-side memory of a row belongs to; None: the client
     weights: Tensor = field(default_factory=lambda: torch.empty(0))  # [K] averaging weights, set by the round
@@ -116,9 +117,20 @@ class Updates:
     def owners(self) -> Tensor:
         return self.clients if self.owner is None else self.owner
 
-    def sent_up(self, name: str) -> Tensor | None:
-        """What a client stage of any method sent up under this name."""
-        return next((values[name] for values in self.up.values() if name in values), None)
+    @property
+    def up(self) -> Mapping[str, State]:
+        """By client stage: what its `end` sent up, [K, ...] each. `total_up` is enough for most, and moves less."""
+        return {
+            stage: {n: v.matrix if isinstance(v, Rows) else v for n, v in values.items()}
+            for stage, values in self.sent.items()
+        }
+
+    def total_up(self, name: str) -> Tensor | None:
+        """The sum over clients of what a client stage of any method sent up under this name; None: there is no such."""
+        found = next((values[name] for values in self.sent.values() if name in values), None)
+        if isinstance(found, Rows):
+            return found.weighted_sum(torch.ones(len(found)))
+        return None if found is None else found.sum(0)
 
     def only(self, keep: Tensor) -> "Updates":
         """The rows at these positions."""
@@ -126,16 +138,24 @@ class Updates:
         def pick(values: Tensor) -> Tensor:
             return values[keep.to(values.device)]
 
+        def choose(values: Tensor | Rows) -> Tensor | Rows:
+            return values.select(keep) if isinstance(values, Rows) else pick(values)
+
         return replace(
             self,
             **{name: pick(getattr(self, name)) for name in _PER_CLIENT},
             rows=self.rows.select(keep),
             buffers={n: pick(b) for n, b in self.buffers.items()},
-            up={stage: {n: pick(v) for n, v in values.items()} for stage, values in self.up.items()},
+            sent={stage: {n: choose(v) for n, v in values.items()} for stage, values in self.sent.items()},
             extra={n: pick(v) for n, v in self.extra.items()},
             weights=pick(self.weights) if len(self.weights) else self.weights,
             owner=None if self.owner is None else pick(self.owner),
         )
+
+
+def as_sent(values: State, space: Space) -> Sent:
+    """What is as long as the model goes through the operations on rows, as the update itself does."""
+    return {n: Rows(v, space) if v.dim() == 2 and v.shape[1] == space.size else v for n, v in values.items()}
 
 
 _PER_CLIENT = ("clients", "slots", "counts", "samples", "steps", "loss", "finite")
@@ -176,6 +196,13 @@ class Stage:
         client before its update is clipped, or reads nothing but models that were released.
         """
         return "does not say whether it reads single updates (breaks_privacy)"
+
+    @property
+    def reads_rows(self) -> bool:
+        """Does it read whole updates of single clients (`rows.matrix`)? A cluster then sends them up at once. Sums,
+        norms, distances and mixtures of rows do not count: a cluster answers them without moving rows.
+        """
+        return False
 
     @property
     def surveys(self) -> bool:
@@ -293,7 +320,9 @@ class Client(Stage):
         return Correction()
 
     def end(self, memory: State, sent: State, info: Info, updates: Updates) -> tuple[State, State]:
-        """After local training: what each client remembers from now on, and what it sends up beside its update."""
+        """After local training: what each client remembers from now on, and what it sends up beside its update. This
+        is the place to read rows that the stage wants of the engine: on a cluster they go no farther.
+        """
         return memory, {}
 
 

@@ -164,6 +164,8 @@ class Training:
         engine: str = "auto",
         compile: bool | None = None,
         max_memory: int | str | None = None,
+        ray_address: str | None = None,
+        actors: int | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(federation, Federation):
@@ -194,7 +196,7 @@ class Training:
         if checkpoint is not None and os.path.isfile(checkpoint):  # False also where nothing may be asked
             raise RunError(f"checkpoint={str(checkpoint)!r} is a file; name a folder")
         self.diagnose = named(diagnose)
-        wishes = Wishes(engine, plain(compile), bytes_of(max_memory))
+        wishes = Wishes(engine, plain(compile), bytes_of(max_memory), ray_address, plain(actors))
         self.simulation = Simulation.of(model, federation, Method(method), rounds=rounds, wishes=wishes, **settings)
         self.diagnosis = Diagnosis(self.diagnose, self.simulation, rounds)
         self.state = self.simulation.begin()
@@ -203,6 +205,7 @@ class Training:
         self.label = ""  # before warnings, where several runs give them
         self.saved = time.monotonic()
         self.trained = 0.0  # seconds that the clients of this round trained
+        self.moved = 0  # bytes that went between processes before this round
         self.resumed = resume
         if resume and self.checkpoints is not None:
             self.resume(self.checkpoints)
@@ -321,6 +324,9 @@ class Training:
             **self.simulation.traffic_bytes(traffic, outcome.state),
             "seconds": seconds,
         }
+        if (moved := self.simulation.moved) is not None:
+            counts["cluster_bytes"] = moved - self.moved
+            self.moved = moved
         return {
             "round": outcome.state.round,
             **{name: before.get(name, 0) + value for name, value in counts.items()},

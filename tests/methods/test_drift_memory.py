@@ -145,5 +145,5 @@ def test_memory_does_not_grow(method: str) -> None:
     run = training(method)
     for _ in range(4):
         run.round(evaluate=False)
-        (kept,) = run.simulation.population.memory.values()
+        (kept,) = run.simulation.population.kept.values()
         assert max(map(len, kept._kept.values())) == 1

@@ -23,7 +23,7 @@ def gsi(rows: Rows, weights: Tensor, by: GroupBy = "tensor") -> Tensor:
 
     1 for identical clients or a group without any update, infinite where updates cancel, above 1 otherwise.
     """
-    w = weights.to(rows.matrix.device).double()
+    w = weights.to(rows.device).double()
     w = w / w.sum()
     mean = rows.weighted_sum(w)
     spread = (w[:, None] * rows.squares(by)).sum(0)

@@ -22,7 +22,7 @@ from fedloom.models.recurrent import LSTMLayer
 from fedloom.stages import Setup, Updates, Work
 from fedloom.task import Task
 
-ENGINES = ("auto", "loop", "vector")
+ENGINES = ("auto", "loop", "vector", "ray", "ray-loop", "ray-vector")
 LOG = logging.getLogger("fedloom")
 MATRICES = 12  # of [K, P] that a step may hold at once
 
@@ -69,12 +69,24 @@ class Wishes:
     engine: str = "auto"
     compile: bool | None = None  # None: by the rule
     max_memory: int | None = None  # bytes of the device for cohorts and what clients remember; None: half of all
+    ray_address: str | None = None  # of a cluster; None: a local one is started
+    actors: int | None = None  # workers of the cluster; None: one per GPU, or per core
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ConfigError(f"unknown engine {self.engine!r}: {nearest(str(self.engine), ENGINES)}")
         if not isinstance(self.compile, bool | None):
             raise ConfigError(f"compile must be True, False or None, not {self.compile!r}")
+        if not self.on_ray and (self.ray_address is not None or self.actors is not None):
+            raise ConfigError(f"ray_address and actors are for engine=ray, not for engine={self.engine}")
+        if self.actors is not None and (type(self.actors) is not int or self.actors < 1):
+            raise ConfigError(f"actors must be a whole number of at least 1, not {self.actors!r}")
+        if not isinstance(self.ray_address, str | None) or self.ray_address == "":
+            raise ConfigError(f"ray_address must be 'auto' or a text such as '10.0.0.1:6379', not {self.ray_address!r}")
+
+    @property
+    def on_ray(self) -> bool:
+        return self.engine.startswith("ray")
 
     def budget(self, device: torch.device) -> int:
         """Bytes for cohorts; as many again for what clients remember. Of all memory, not of what is free at the moment,

@@ -62,7 +62,11 @@ class RunConfig:
         None, "Measure: gsi, similarity, labels, divergence, twin, fairness, probe (several with commas)."
     )
     seed: int = _setting(0, "Seed of data, model and run; the first one of a comparison.")
-    engine: str = _setting("auto", "How cohorts are trained: auto, loop (client by client) or vector (all at once).")
+    engine: str = _setting(
+        "auto", "How cohorts are trained: auto, loop (client by client), vector (all at once) or ray (on a cluster)."
+    )
+    ray_address: str | None = _setting(None, "Of a Ray cluster: auto, or host:port; left out, a local one is started.")
+    actors: int | None = _setting(None, "Workers of a Ray cluster; left out, one per GPU, or per core.")
     compile: bool | None = _setting(None, "Compile a cohort's step: true, false, or left out for runs that gain by it.")
     max_memory: int | str | None = _setting(None, "Of the device, for cohorts and what clients remember: '8GB'.")
     device: str = _setting("auto", "auto, cpu or cuda.")

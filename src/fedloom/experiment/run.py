@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.load import load
+from fedloom.engines.ray import session
 from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import (
@@ -39,7 +40,18 @@ from fedloom.models import model as make_model
 from fedloom.training import Callback, Event, Result, Training
 
 FREE = frozenset(
-    {"engine", "compile", "max_memory", "device", "precision", "checkpoint_every", "max_diverged", "data_dir"}
+    {
+        "engine",
+        "ray_address",
+        "actors",
+        "compile",
+        "max_memory",
+        "device",
+        "precision",
+        "checkpoint_every",
+        "max_diverged",
+        "data_dir",
+    }
 )
 _LAST: list[Federation] = []
 
@@ -86,6 +98,11 @@ class Job(NamedTuple):
 
 def start_runs(jobs: Sequence[Job], *, overwrite: bool = False, resume: bool = False) -> list[Run]:
     """Several runs in lockstep, each into its own folder."""
+    with session():
+        return _start_runs(jobs, overwrite, resume)
+
+
+def _start_runs(jobs: Sequence[Job], overwrite: bool, resume: bool) -> list[Run]:
     configs = [job.config.settled() for job in jobs]
     room: list[Room] = []  # for what the clients of all runs remember
     ready = []
@@ -180,6 +197,8 @@ def make_training(config: RunConfig, federation: Federation, **more: Any) -> Tra
         engine=config.engine,
         compile=config.compile,
         max_memory=config.max_memory,
+        ray_address=config.ray_address,
+        actors=config.actors,
         device=config.device,
         precision=config.precision,
         seed=config.seed,

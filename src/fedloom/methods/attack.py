@@ -76,6 +76,10 @@ class Attack(Update):
         return self.how == "alie"
 
     @property
+    def reads_rows(self) -> bool:
+        return self.how in ("alie", "noise")
+
+    @property
     def breaks_privacy(self) -> str | None:
         return "alie makes hostile updates of honest ones, which then count more than once" if self.compares else None
 

@@ -54,10 +54,10 @@ class Deploying(Server):
         return state
 
     def heard(self, state: State, work: Work, updates: Updates) -> State:
-        change = updates.sent_up("latest_change")
+        change = updates.total_up("latest_change")
         if change is None:
             return state
-        return {**state, "latest": state["latest"] + change.sum(0) / float(state["clients"])}
+        return {**state, "latest": state["latest"] + change / float(state["clients"])}
 
     def averaged(self, state: State, bar: Tensor) -> State:
         """The state after one more average."""

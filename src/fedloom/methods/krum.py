@@ -30,6 +30,7 @@ class Krum(Update):
     byzantine: int = 1
     keep: int | None = None
     rank = 20
+    reads_rows = True
     breaks_privacy = "lets one client's update decide which others are averaged"
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ class Median(Aggregator):
     """The median of the updates in every coordinate."""
 
     breaks_privacy = SORTS
+    reads_rows = True
 
     def combine(self, state: State, updates: Updates) -> tuple[Updates, Tensor]:
         ordered, r = updates.rows.matrix.sort(dim=0).values, len(updates)
@@ -40,6 +41,7 @@ class TrimmedMean(Aggregator):
 
     fraction: float = 0.1
     breaks_privacy = SORTS
+    reads_rows = True
 
     def __post_init__(self) -> None:
         check(0 <= self.fraction < 0.5, f"trimmed-mean: fraction must be at least 0 and below 0.5, not {self.fraction}")

@@ -36,7 +36,7 @@ from fedloom.methods.importance import Importance
 from fedloom.methods.mixing import Mixing
 from fedloom.rows import Rows
 from fedloom.space import Buffers
-from fedloom.stages import Cohorts, Collected, Schedule, Stage, State, Updates, check
+from fedloom.stages import Cohorts, Collected, Schedule, Stage, State, Updates, as_sent, check
 
 PAPER = "Xue et al., 2021"
 
@@ -50,6 +50,7 @@ class Radfed(Schedule):
     away: Literal["even", "fewer"] = "even"
     weights = "equal"
     travels = True
+    reads_rows = True
     breaks_privacy = "hands one client's raw model to the next"
 
     def __post_init__(self) -> None:
@@ -140,7 +141,10 @@ class _Trip:
             finite=torch.ones(len(slots), dtype=torch.bool),
             rows=self.rows.select(slots),
             buffers={name: b[there] for name, b in self.buffers.items()},
-            up={key: {n: v[there.to(v.device)] for n, v in sent.items()} for key, sent in self.up.items()},
+            sent={
+                key: as_sent({n: v[there.to(v.device)] for n, v in sent.items()}, self.rows.space)
+                for key, sent in self.up.items()
+            },
             extra={n: v[there.to(v.device)] for n, v in self.extra.items()},
             owner=slots,
         )

@@ -62,9 +62,9 @@ class Scaffold(Client):
         return {**state, "c": state["c"] - self._change(state, record.received.only(dropped.nonzero().flatten()))}
 
     def _change(self, state: State, updates: Updates) -> Tensor:
-        dc = updates.sent_up("dc")
+        dc = updates.total_up("dc")
         assert dc is not None  # nosec B101  # for the type checker
-        return dc.sum(0) / float(state["clients"])
+        return dc / float(state["clients"])
 
     def report(self, state: State) -> dict[str, Tensor]:
         return {"c_norm": torch.linalg.vector_norm(state["c"])}

@@ -1,0 +1,351 @@
+"""A Work, split over the workers of a cluster.
+
+Each worker trains its share with an engine of its own and keeps the rows; the server's mathematics is done where they
+are, and sums come back. What clients remember stays with the worker at which they are at home, and a copy with the next
+one. Whoever dies is replaced: its share is trained again, from what its clients knew before.
+"""
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.engines.ray.keeping import Keeping
+from fedloom.engines.ray.placement import homes, rounded, share_out
+from fedloom.engines.ray.pool import Lost, Member, Pool
+from fedloom.engines.ray.spread import Spread, joined
+from fedloom.engines.ray.wire import pack, size_of, unpack, whole_classes
+from fedloom.engines.ray.worker import Asked, Brief, Call
+from fedloom.errors import RunError
+from fedloom.rows import Rows
+from fedloom.stages import Setup, Updates, Work
+
+LOG = logging.getLogger("fedloom")
+WHOLE = 1 << 20  # bytes of all rows below which they come at once: asking twice would take longer
+FAN = 8  # sums that one process adds up
+TRIES = 5  # deaths in one Work after which it is not tried again
+STEADY = 0.7  # of a worker's speed that is kept when it is measured anew
+
+
+@dataclass
+class _Out:
+    """A Work that is with the workers, or was the last one there."""
+
+    serial: int
+    work: Work
+    common: Any  # what all shares have in common, as an object of the cluster's
+    whole: bool  # rows come back at once
+    where: dict[int, int] = field(default_factory=dict)  # by position: the worker (its identity) that has its row
+    replies: dict[int, dict[str, Any]] = field(default_factory=dict)  # by position
+    deaths: int = 0
+
+
+class Ray:
+    """Trains the clients of a Work on a cluster."""
+
+    name = "ray"
+
+    def __init__(self, pool: Pool, brief: Brief, data: dict[str, Any], setup: Setup, reads_rows: bool) -> None:
+        self.pool, self.brief, self.setup, self.reads_rows = pool, brief, setup, reads_rows
+        self.compile = False  # each worker decides for itself
+        pool.run += 1
+        self.number = pool.run
+        self.data = pool.ray.put(data)
+        with whole_classes(pool.ray, [*brief.model.modules(), brief.loss, *(p.stage for p in brief.clients)]):
+            self.known = pool.ray.put(brief)
+        self.serials = itertools.count()
+        self.out: dict[bool, _Out] = {}  # the last Work, and the last probe
+        self.moved = 0  # bytes between processes
+        self.told = False
+        self.keeping = Keeping(self, [part for part in brief.clients if part.stage.remembers])
+        weakref.finalize(self, _end, pool, self.number)
+
+    def train(self, work: Work) -> Updates:
+        """Every client of the Work, each where there is time for it, or where its memory is."""
+        self.keeping.secure()
+        self.pool.look()
+        self.keeping.heal()
+        size = len(work) * self.setup.space.size * self.setup.space.dtype.itemsize
+        out = _Out(next(self.serials), work, None, self.reads_rows or size <= WHOLE)
+        out.common = self._common(work, out.serial)
+        self.out[work.commit] = out
+        self._train(out, range(len(work)))
+        return self._updates(out)
+
+    def members(self) -> list[Member]:
+        """All workers, ready for this run."""
+        while True:
+            members = self.pool.alive()
+            new = [member for member in members if self.number not in member.runs]
+            if not new:
+                return members
+            try:
+                asked = [member.handle.begin.remote(self.number, self.known, self.data) for member in new]
+                told = self.pool.get(asked)
+            except Lost:
+                continue
+            for member, what in zip(new, told, strict=True):
+                member.runs.add(self.number)
+                self.compile |= what["compile"]
+                if not self.told:
+                    nodes = len({one.node for one in members})
+                    kind = "GPU" if self.pool.gpus else f"{self.pool.cores} core{'s' * (self.pool.cores > 1)}"
+                    text = "%d workers of one %s on %d node%s, each with engine %s (%s)"
+                    if not self.pool.gpus:
+                        text = text.replace("one ", "")
+                    LOG.info(text, len(members), kind, nodes, "s" * (nodes > 1), what["engine"], what["why"])
+                    self.told = True
+
+    def _train(self, out: _Out, positions: Sequence[int]) -> None:
+        waiting = list(positions)
+        while waiting:
+            members = self.members()
+            shares = self._shares(out.work, waiting, members)
+            try:
+                self.keeping.bring(out.work, shares)
+                refs = {number: self._send(out, number, at) for number, at in shares.items()}
+            except Lost as death:
+                self._count(out, death)
+                continue
+            waiting = []
+            for number, at in shares.items():
+                waiting += self._take(out, number, at, refs[number])
+
+    def _send(self, out: _Out, number: int, at: Sequence[int]) -> tuple[int, Sequence[Any]]:
+        part = out.work.only(torch.tensor(at, dtype=torch.int64))
+        own = part.start.dim() == 2
+        share = pack(
+            {
+                "at": torch.tensor(at, dtype=torch.int64),
+                "clients": part.clients,
+                "occurrence": part.occurrence,
+                "counts": part.counts,
+                "start": part.start if own else None,
+                "buffers": part.buffers if own else None,
+                "rates": part.rates if part.rates.dim() == 2 else None,
+            }
+        )
+        self.moved += size_of(share) + self._shared
+        member = self.pool.members[number]
+        train = member.handle.train.options(num_returns=3)
+        return member.uid, train.remote(self.number, out.common, share, out.whole)
+
+    def _take(self, out: _Out, number: int, at: Sequence[int], refs: tuple[int, Sequence[Any]]) -> list[int]:
+        """One worker's answer; the positions that are to be trained again, if it has died."""
+        uid, (reply_ref, rows_ref, memory_ref) = refs
+        try:
+            reply, rows = self.pool.get([reply_ref, rows_ref])
+        except Lost as death:
+            self._count(out, death)
+            return list(at)
+        for level, line in reply["said"]:
+            LOG.log(level, "%s", line)
+        self.moved += size_of(reply) + size_of(rows)
+        self._measure(number, out.work, at, reply["seconds"])
+        for i, position in enumerate(at):
+            out.where[position] = uid
+            out.replies[position] = {"of": reply, "rows": rows, "place": i}
+        if out.work.commit and self.keeping.memory:
+            finite = unpack(reply["finite"])
+            clients = out.work.clients[torch.tensor(at, dtype=torch.int64)]
+            self.keeping.copy(out.work.w, number, clients[finite].tolist(), memory_ref)
+        return []
+
+    def _count(self, out: _Out, death: Lost) -> None:
+        out.deaths += 1
+        if out.deaths > TRIES:
+            raise RunError(
+                f"workers died {out.deaths} times while they trained one cohort (the last: {death}); perhaps a share "
+                "does not fit into their memory. The run can be resumed"
+            )
+
+    def recover(self, out: _Out) -> None:
+        """Train again what was with workers that are no more."""
+        alive = {member.uid for member in self.pool.members.values()}
+        lost = [position for position, uid in out.where.items() if uid not in alive]
+        if lost:
+            self.train_again(out, lost)
+
+    def train_again(self, out: _Out, positions: Sequence[int]) -> None:
+        """What clients knew before this Work is still there: nothing older is forgotten before the copies are safe."""
+        self._train(out, positions)
+
+    def _shares(self, work: Work, positions: Sequence[int], members: Sequence[Member]) -> dict[int, list[int]]:
+        """Who trains which positions."""
+        numbers = [member.number for member in members]
+        clients = work.clients.numpy()[list(positions)]
+        if self.keeping.memory:
+            at_home = homes(clients, numbers)
+            found = {n: [positions[i] for i in np.flatnonzero(at_home == n).tolist()] for n in numbers}
+        else:
+            costs = [float(steps) for steps in self._steps(work, positions)]
+            shares = share_out(costs, self._speeds(members))
+            found = {n: [positions[k] for k in share] for n, share in zip(numbers, shares, strict=True)}
+        return {number: at for number, at in found.items() if at}
+
+    def _steps(self, work: Work, positions: Sequence[int]) -> list[int]:
+        sizes = self.setup.sizes[work.clients[torch.tensor(list(positions), dtype=torch.int64)]].tolist()
+        return [max(1, min(self.setup.local.count_steps(n), work.max_steps or 1 << 62)) for n in sizes]
+
+    def _speeds(self, members: Sequence[Member]) -> list[float]:
+        known = [member.speed for member in members]
+        if any(speed is None for speed in known):
+            return [1.0] * len(members)
+        return rounded([speed or 1.0 for speed in known])
+
+    def _measure(self, number: int, work: Work, at: Sequence[int], seconds: float) -> None:
+        member = self.pool.members.get(number)
+        if member is not None:
+            now = sum(self._steps(work, at)) / max(seconds, 1e-9)
+            member.speed = now if member.speed is None else STEADY * member.speed + (1 - STEADY) * now
+
+    def _common(self, work: Work, serial: int) -> Any:
+        own = work.start.dim() == 2
+        common = {
+            "serial": serial,
+            "w": work.w,
+            "start": None if own else pack(work.start),
+            "buffers": None if own else pack(work.buffers),
+            "rates": pack(work.rates) if work.rates.dim() == 1 else None,
+            "max_steps": work.max_steps,
+            "sent": pack({key: dict(values) for key, values in work.sent.items()}),
+            "wants": work.wants,
+            "share": work.share,
+            "commit": work.commit,
+        }
+        self._shared = size_of(common)
+        return self.pool.ray.put(common)
+
+    def _updates(self, out: _Out) -> Updates:
+        """All answers, in the order of the Work."""
+        work, count = out.work, len(out.work)
+        replies = [out.replies[k] for k in range(count)]
+
+        def numbers(name: str, like: Tensor) -> Tensor:
+            found = [unpack(r["of"][name])[r["place"]] for r in replies]
+            return torch.stack(found).clone() if found else like
+
+        def stacked(pick: Callable[[dict[str, Any]], Any]) -> Tensor:
+            return torch.stack([unpack(pick(r["of"]))[r["place"]] for r in replies]).to(self.setup.device)
+
+        first = replies[0]["of"] if replies else {"buffers": {}, "sent": {}, "extra": {}}
+        buffers = {n: stacked(lambda of, n=n: of["buffers"][n]) for n in first["buffers"]}  # type: ignore[misc]
+        if not replies:
+            buffers = {n: b[None][:0] if work.start.dim() == 1 else b[:0] for n, b in work.buffers.items()}
+        sent = {
+            stage: {
+                n: self._rows(out, f"{stage}/{n}", [r["of"]["sent"][stage][n][r["place"]] for r in replies])
+                if isinstance(value, list)
+                else stacked(lambda of, stage=stage, n=n: of["sent"][stage][n])  # type: ignore[misc]
+                for n, value in values.items()
+            }
+            for stage, values in first["sent"].items()
+        }
+        return Updates(
+            clients=work.clients,
+            slots=work.places,
+            counts=work.counts,
+            samples=self.setup.sizes[work.clients],
+            steps=numbers("steps", torch.empty(0, dtype=torch.int64)),
+            loss=numbers("loss", torch.empty(0, dtype=torch.float64)),
+            finite=numbers("finite", torch.empty(0, dtype=torch.bool)),
+            rows=self._rows(out, "", [r["of"]["largest"][r["place"]] for r in replies]),
+            buffers=buffers,
+            sent=sent,
+            extra={n: stacked(lambda of, n=n: of["extra"][n]) for n in first["extra"]},  # type: ignore[misc]
+        )
+
+    def _rows(self, out: _Out, name: str, largest: Sequence[float]) -> Rows:
+        space, device = self.setup.space, self.setup.device
+        if not len(out.work):
+            return Rows(torch.empty(0, space.size, dtype=space.dtype, device=device), space)
+        if out.whole:
+            order = [out.replies[k] for k in range(len(out.work))]
+            return Rows(torch.stack([unpack(r["rows"][name])[r["place"]] for r in order]).to(device), space)
+        asked = Asked(out.serial, name, tuple(range(len(out.work))))
+        return Spread(self, asked, torch.tensor(largest, dtype=torch.float64), space, device)
+
+    def put(self, vector: Tensor) -> Any:
+        """A vector that every worker will read."""
+        self.moved += vector.numel() * vector.element_size() * len(self.pool.members)
+        return self.pool.ray.put(pack(vector))
+
+    def total(self, asked: Asked, weights: Tensor, grid: float) -> Tensor:
+        def call(member: Member, part: Asked, places: Tensor) -> Any:
+            return member.handle.total.remote(self.number, part, pack(weights[places]), grid)
+
+        if not len(asked.at):
+            return torch.zeros(self.setup.space.size, dtype=torch.float64)
+        found = self._ask(asked, call, self._tree)
+        self.moved += self.setup.space.size * 8 * len(found)
+        total: Tensor = unpack(found[0][1], own=True)
+        for _, part in found[1:]:
+            total += unpack(part)
+        return total
+
+    def each(self, asked: Asked, op: Call) -> Tensor:
+        def call(member: Member, part: Asked, places: Tensor) -> Any:
+            return member.handle.each.remote(self.number, part, op.only(places.tolist()))
+
+        found = self._ask(asked, call)
+        self.moved += sum(size_of(values) for _, values in found)
+        answers = [(at, pack(torch.stack(unpack(values)))) for at, values in found]
+        return joined(answers, asked.at)
+
+    def fetch(self, asked: Asked) -> Tensor:
+        """The rows themselves, brought together."""
+        found = self._ask(asked, lambda member, part, places: member.handle.fetch.remote(self.number, part))
+        self.moved += sum(size_of(values) for _, values in found)
+        return joined(found, asked.at)
+
+    def _ask(
+        self,
+        asked: Asked,
+        call: Callable[[Member, Asked, Tensor], Any],
+        reduce: Callable[[list[Any]], list[Any]] = lambda refs: refs,
+    ) -> list[tuple[tuple[int, ...], Any]]:
+        """Every worker that has some of the rows; from the start where one of them dies."""
+        out = next((one for one in self.out.values() if one.serial == asked.serial), None)
+        if out is None:
+            raise RunError("these updates are no longer at the workers: read them before the next Work is trained")
+        while True:
+            self.recover(out)
+            by_member: dict[int, list[int]] = {}
+            for i, position in enumerate(asked.at):
+                by_member.setdefault(out.where[position], []).append(i)
+            refs, parts = [], []
+            members = {member.uid: member for member in self.pool.members.values()}
+            for uid, places in by_member.items():
+                at = tuple(asked.at[i] for i in places)
+                there = torch.tensor(places, dtype=torch.int64)
+                part = replace(asked, at=at, changes=tuple(change.only(places) for change in asked.changes))
+                refs.append(call(members[uid], part, there))
+                parts.append(at)
+            try:
+                answers = self.pool.get(reduce(refs))
+            except Lost as death:
+                self._count(out, death)
+                continue
+            return list(zip(parts, answers, strict=False))
+
+    def _tree(self, sums: list[Any]) -> list[Any]:
+        """Many sums: added up by the workers, a few at a time."""
+        handles = itertools.cycle(member.handle for member in self.pool.members.values())
+        while len(sums) > FAN:
+            self.moved += self.setup.space.size * 8 * len(sums)
+            sums = [next(handles).add.remote(*sums[i : i + FAN]) for i in range(0, len(sums), FAN)]
+        return sums
+
+
+def _end(pool: Pool, number: int) -> None:
+    """Let the workers forget a run that nobody has any more."""
+    for member in pool.members.values():
+        if number in member.runs and pool.ray.is_initialized():
+            member.runs.discard(number)
+            member.handle.end.remote(number)

@@ -1,0 +1,297 @@
+"""The workers of a cluster: started, watched, replaced. One pool serves all runs of a session."""
+
+import itertools
+import logging
+import os
+import signal
+import subprocess  # nosec B404  # to ask whether a cluster answers
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedloom.engines.ray.worker import Worker
+from fedloom.errors import ConfigError, RunError
+
+LOG = logging.getLogger("fedloom")
+ANSWERS = 20.0  # seconds that a cluster has to say that it is there
+STARTS = 60.0  # seconds that workers have to start
+LOOKS = 2.0  # seconds between two looks at what the cluster has
+EMPTY = 30.0  # seconds that a cluster without any worker is waited for
+
+
+class Lost(Exception):
+    """Workers have died; those who are left are the pool's members."""
+
+
+@dataclass
+class Member:
+    """One worker."""
+
+    number: int  # a replacement takes the number of who has died
+    handle: Any
+    node: str
+    process: int
+    uid: int  # no other worker has it, ever
+    speed: float | None = None  # steps per second, as measured
+    runs: set[int] = field(default_factory=set)  # that it is ready for
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("engine=ray needs Ray, the extra `ray`: pip install 'fedloom[ray]'") from None
+    return ray
+
+
+class Pool:
+    """Workers, one per GPU or per core, or as many as were asked for."""
+
+    def __init__(self, address: str | None, actors: int | None, gpus: bool) -> None:
+        self.ray = import_ray()
+        self.asked, self.address = actors, address
+        self.owns = _connect(self.ray, address)
+        has = self.ray.cluster_resources()
+        self.gpus = gpus and has.get("GPU", 0) >= 1
+        self.cores = 1
+        if not self.gpus and actors:
+            self.cores = max(1, int(has.get("CPU", 1) // actors))
+        self.demand = {"num_gpus": 1, "num_cpus": 0} if self.gpus else {"num_cpus": self._cpus(has)}
+        self.members: dict[int, Member] = {}
+        self.starting: dict[int, tuple[Any, Any]] = {}  # handle, and what it will answer once it is there
+        self.uids = itertools.count()
+        self.looked = 0.0
+        self.run = 0  # numbers given to runs
+        self._start()
+
+    def _cpus(self, has: dict[str, float]) -> float:
+        """Of Ray's cores; more workers than cores share them."""
+        return min(1.0, has.get("CPU", 1.0) / self.asked) if self.asked and self.cores == 1 else float(self.cores)
+
+    def _wanted(self) -> int:
+        """As many as were asked for, or as the cluster has room for."""
+        if self.asked:
+            return self.asked
+        has = self.ray.cluster_resources()
+        return max(1, int(has.get("GPU", 0) if self.gpus else has.get("CPU", 1) // self.cores))
+
+    def _start(self) -> None:
+        deadline = time.monotonic() + STARTS
+        self._spawn()
+        wanted = len(self.starting)
+        while self.starting and time.monotonic() < deadline:
+            self._admit(timeout=1.0)
+        if not self.members:
+            raise RunError(
+                f"no worker has started within {STARTS:.0f} s: the cluster has "
+                f"{self.ray.cluster_resources()}, of which {self.ray.available_resources()} are free"
+            )
+        if len(self.members) < wanted:
+            LOG.warning("%d of %d workers have started; the others join when they can", len(self.members), wanted)
+
+    def _spawn(self) -> None:
+        """Start what is missing, under the lowest numbers that are free."""
+        actor = self.ray.remote(Worker)
+        missing = self._wanted() - len(self.members) - len(self.starting)
+        number = 0
+        while missing > 0:
+            if number not in self.members and number not in self.starting:
+                handle = actor.options(**self.demand, scheduling_strategy="SPREAD").remote(self.cores)
+                self.starting[number] = (handle, handle.ready.remote())
+                missing -= 1
+            number += 1
+
+    def _admit(self, timeout: float) -> None:
+        """Take in the workers that have started."""
+        if not self.starting:
+            return
+        numbers = {ref: number for number, (_, ref) in self.starting.items()}
+        done, _ = self.ray.wait(list(numbers), num_returns=len(numbers), timeout=timeout)
+        for ref in done:
+            handle, _ = self.starting.pop(numbers[ref])
+            try:
+                node, process = self.ray.get(ref)
+                self.members[numbers[ref]] = Member(numbers[ref], handle, node, process, next(self.uids))
+            except self.ray.exceptions.RayError as error:
+                if "ModuleNotFoundError" in str(error):
+                    raise RunError(f"a node of the cluster can't import fedloom: {_last_line(error)}") from None
+                LOG.info("a worker did not start: %s", _last_line(error))
+
+    def look(self) -> None:
+        """Replace who has died, and use what the cluster has gained; nobody is waited for."""
+        if time.monotonic() - self.looked < LOOKS:
+            return
+        self.looked = time.monotonic()
+        with self._cluster():
+            self._spawn()
+            self._admit(timeout=0)
+
+    def alive(self) -> list[Member]:
+        """The members in order; an empty cluster is waited for, but not for long."""
+        deadline = time.monotonic() + EMPTY
+        while not self.members:
+            with self._cluster():
+                self._spawn()
+                self._admit(timeout=1.0)
+            if not self.members and time.monotonic() > deadline:
+                raise RunError(f"the cluster has had no worker for {EMPTY:.0f} s; the run can be resumed")
+        return [self.members[number] for number in sorted(self.members)]
+
+    @contextmanager
+    def _cluster(self) -> Iterator[None]:
+        """A cluster that is gone is no fault of the run."""
+        try:
+            yield
+        except (self.ray.exceptions.RaySystemError, ConnectionError, TimeoutError) as error:
+            raise RunError(
+                f"the cluster does not answer any more ({_last_line(error)}); resume the run later"
+            ) from None
+
+    def get(self, refs: Sequence[Any]) -> list[Any]:
+        """What was asked for, or `Lost`. An error of our own is raised as it was at the worker."""
+        errors = self.ray.exceptions
+        try:
+            found: list[Any] = self.ray.get(list(refs))
+            return found
+        except errors.RayTaskError as error:
+            cause = error.cause
+            if _is_lost(cause, errors):
+                self._bury()
+                raise Lost(_last_line(cause)) from None
+            if isinstance(cause, errors.RayError):  # what was sent can't be read there
+                raise RunError(f"a worker can't go on: {_last_line(cause)}") from None
+            raise cause from None
+        except errors.RayError as error:
+            if not _is_lost(error, errors):
+                raise RunError(f"the cluster has failed: {_last_line(error)}") from None
+            self._bury(getattr(error, "actor_id", None))
+            raise Lost(_last_line(error)) from None
+
+    def _bury(self, actor_id: str | None = None) -> None:
+        """Leave out the members that are no more: a dead one answers at once, with an error."""
+        pings = {member.handle.ready.remote(): member for member in self.members.values()}
+        done, _ = self.ray.wait(list(pings), num_returns=len(pings), timeout=1.0)
+        for ref in done:
+            member = pings[ref]
+            try:
+                self.ray.get(ref)
+            except self.ray.exceptions.RayError as error:
+                LOG.warning("worker %d is gone (%s); its clients are trained elsewhere", member.number, _brief(error))
+                self._drop(member)
+        named = [m for m in self.members.values() if actor_id and m.handle._actor_id.hex() == actor_id]
+        for member in named:  # unavailable, if not dead: it is not waited for
+            LOG.warning("worker %d does not answer; its clients are trained elsewhere", member.number)
+            self._drop(member)
+        self.looked = 0.0
+
+    def _drop(self, member: Member) -> None:
+        self.members.pop(member.number, None)
+        with suppress(Exception):
+            self.ray.kill(member.handle)
+
+    def close(self) -> None:
+        """Let the workers go, and Ray too where it was started here."""
+        for handle in [m.handle for m in self.members.values()] + [handle for handle, _ in self.starting.values()]:
+            with suppress(Exception):
+                self.ray.kill(handle)
+        self.members.clear()
+        self.starting.clear()
+        if self.owns:
+            self.ray.shutdown()
+
+
+def _is_lost(error: BaseException, errors: Any) -> bool:
+    """Is it a worker, or what lay there, that is no more?"""
+    kinds = ("RayActorError", "ObjectLostError", "NodeDiedError", "WorkerCrashedError", "OutOfMemoryError")
+    return isinstance(error, tuple(getattr(errors, kind) for kind in kinds if hasattr(errors, kind)))
+
+
+def _connect(ray: Any, address: str | None) -> bool:
+    """Join the cluster, or start a local one: True where it was started here."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+    handlers = _handlers()
+    try:
+        if address is None:
+            cores = len(os.sched_getaffinity(0))
+            ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+        else:
+            check_address(address)
+            ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        where = "no local Ray could be started" if address is None else f"no Ray cluster answers at {address}"
+        raise RunError(f"{where}: {_last_line(error)}") from None
+    finally:
+        for number, handler in handlers.items():  # Ray's own would end the process without saving anything
+            signal.signal(number, handler)
+    return True
+
+
+def _handlers() -> dict[int, Any]:
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+
+def check_address(address: str) -> None:
+    """Ray itself tries for minutes. A process of its own can be given up."""
+    if address.startswith("ray://"):
+        raise ConfigError(f"ray_address={address!r}: start the run on a node of the cluster, with ray_address='auto'")
+    if address in ("auto", "local"):
+        return
+    ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    try:
+        asked = subprocess.run(ask, capture_output=True, timeout=ANSWERS, check=False)  # nosec B603  # no shell
+        answered = asked.returncode == 0
+    except subprocess.TimeoutExpired:
+        answered = False
+    if not answered:
+        raise RunError(f"no Ray cluster answers at {address} within {ANSWERS:.0f} s; is the head node up?")
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__
+
+
+def _brief(error: BaseException) -> str:
+    """Ray tells much; what happened is enough."""
+    return type(error).__name__
+
+
+_OPEN: list[Pool] = []
+_DEPTH = [0]
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """Runs in it share their workers, which go when the outermost session ends."""
+    _DEPTH[0] += 1
+    try:
+        yield
+    finally:
+        _DEPTH[0] -= 1
+        if not _DEPTH[0]:
+            close_pools()
+
+
+def close_pools() -> None:
+    while _OPEN:
+        _OPEN.pop().close()
+
+
+def pool_for(address: str | None, actors: int | None, gpus: bool) -> Pool:
+    """The workers of this session: those that are there, if they are what is wanted."""
+    for pool in _OPEN:
+        if (pool.address, pool.asked) == (address, actors) and (gpus or not pool.gpus) and pool.ray.is_initialized():
+            return pool
+    close_pools()
+    _OPEN.append(Pool(address, actors, gpus))
+    return _OPEN[-1]

@@ -1,0 +1,329 @@
+"""A worker of the cluster: it trains its share of a Work, keeps the rows until the server has made its sums of them,
+and remembers what its clients know.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.data.transforms import Preparation
+from fedloom.engines.choose import Engine, Wishes, choose_engine
+from fedloom.engines.ray.wire import Packed, pack, unpack
+from fedloom.federation import Federation
+from fedloom.method import Part
+from fedloom.population import Absence, Population
+from fedloom.rows import Rows
+from fedloom.simulation import ONE_THREAD_BELOW
+from fedloom.stages import Client, Setup, Updates, Work
+from fedloom.task import Loss, Precision, Task, takes_channels_last
+
+
+@dataclass(frozen=True)
+class Brief:
+    """All that a worker must know of a run."""
+
+    model: nn.Module
+    loss: str | Loss | None
+    precision: Precision
+    device: str  # "auto" or "cpu"
+    setup: Setup  # on the CPU; its cohort is one worker's share
+    clients: Sequence[Part[Client]]
+    wishes: Wishes  # the worker's own engine
+    rounds: int
+    carries: frozenset[str]  # what engines report that goes to the server; the rest ends with the clients' stages
+
+
+class Worker:
+    """One process of the cluster."""
+
+    def __init__(self, cores: int) -> None:
+        torch.set_num_threads(cores)
+        self.cores = cores
+        self.runs: dict[int, _Run] = {}
+        self.said = _Said()
+        logging.getLogger("fedloom").addHandler(self.said)
+
+    def ready(self) -> tuple[str, int]:
+        """The node that it is on, and its process there."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def begin(self, number: int, brief: Brief, data: dict[str, Any]) -> dict[str, Any]:
+        """Get ready for a run; which engine trains it here?"""
+        torch.set_num_threads(self.cores)
+        run = self.runs[number] = _Run(brief, data)
+        return {"engine": run.engine.name, "compile": run.engine.compile, "why": run.why}
+
+    def end(self, number: int) -> None:
+        self.runs.pop(number, None)
+
+    def train(self, number: int, common: dict[str, Any], share: dict[str, Any], whole: bool) -> Any:
+        """Train some clients: what the server must know of each, their rows if `whole`, and what they remember."""
+        began = time.perf_counter()
+        run = self.runs[number]
+        reply = run.train(common, unpack(share))
+        rows = run.give_up(common["serial"]) if whole else None
+        reply |= {"seconds": time.perf_counter() - began, "said": self.said.taken()}
+        return reply, rows, run.written(common["w"], reply.pop("remembered"))
+
+    def total(self, number: int, asked: "Asked", weights: Packed, grid: float) -> Packed:
+        """The weighted sum of some rows, each term rounded to a grid so coarse that sums of terms are exact: whoever
+        adds them up, in whatever order, gets the same bits.
+        """
+        total = None
+        for row, weight in zip(self.runs[number].rows(asked), unpack(weights).tolist(), strict=True):
+            term = (row.matrix[0].double() * weight).add_(grid).sub_(grid)
+            total = term if total is None else total.add_(term)
+        packed: Packed = pack(total)
+        return packed
+
+    def add(self, *parts: Packed) -> Packed:
+        """Sums of sums."""
+        total = unpack(parts[0], own=True)
+        for part in parts[1:]:
+            total += unpack(part)
+        packed: Packed = pack(total)
+        return packed
+
+    def each(self, number: int, asked: "Asked", call: "Call") -> list[Packed]:
+        """What an operation says of each of some rows; row by row, so that no answer depends on which others are
+        here.
+        """
+        run = self.runs[number]
+        own = call.on(run.device)
+        return [pack(_answer(own(row, i))) for i, row in enumerate(run.rows(asked))]
+
+    def fetch(self, number: int, asked: "Asked") -> Packed:
+        """Some rows themselves."""
+        packed: Packed = pack(torch.cat([row.matrix for row in self.runs[number].rows(asked)]))
+        return packed
+
+    def take(self, number: int, pieces: dict[str, Any]) -> bool:
+        """Remember what clients of other workers know."""
+        for key, piece in unpack(pieces, own=True).items():
+            self.runs[number].population.kept[key].take(piece)
+        return True
+
+    def give(self, number: int, clients: Sequence[int], before: int | None = None) -> dict[str, Any]:
+        """What clients know, in all versions that are kept, or in the newest one before a Work."""
+        memory = self.runs[number].population.kept
+        return {
+            key: pack(one.versions(clients) if before is None else one.tensors(clients, before))
+            for key, one in memory.items()
+        }
+
+    def forget(self, number: int, clients: Sequence[int] | None) -> bool:
+        """What clients that have moved away know; None: what all know."""
+        for memory in self.runs[number].population.kept.values():
+            memory.forget(clients)
+        return True
+
+    def settle(self, number: int) -> None:
+        """A round is over."""
+        self.runs[number].population.settle()
+
+
+class _Run:
+    """A run, as one worker sees it."""
+
+    def __init__(self, brief: Brief, data: dict[str, Any]) -> None:
+        self.brief = brief
+        cuda = brief.device != "cpu" and torch.cuda.is_available()
+        self.device = torch.device("cuda" if cuda else "cpu")
+        torch.set_float32_matmul_precision("highest" if brief.precision == "fp32" else "high")
+        setup = replace(brief.setup, device=self.device, start=brief.setup.start.to(self.device))
+        batch = setup.local.batch_size or int(setup.sizes.max())
+        if setup.space.size * batch < ONE_THREAD_BELOW:
+            torch.set_num_threads(1)
+        task = Task.of(brief.model, brief.loss, self.device, brief.precision)
+        federation = federation_of(data).to(self.device, task.space.dtype)
+        task = replace(task, channels_last=takes_channels_last(task, federation))
+        self.setup = setup
+        self.engine: Engine
+        self.engine, self.why = choose_engine(brief.wishes, task, federation, setup, brief.rounds)
+        room = brief.wishes.room(self.device)
+        self.population = Population(brief.clients, setup, Absence(), room)
+        self.kept: dict[bool, _Kept] = {}  # of the last Work, and of the last probe
+
+    def train(self, common: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
+        work = self._work(common, share)
+        prepared = self.population.prepare(work)
+        updates = self.population.finish(prepared, self.engine.train(prepared))
+        rows = {"": updates.rows.matrix} | {
+            f"{stage}/{name}": values.matrix
+            for stage, sent in updates.sent.items()
+            for name, values in sent.items()
+            if isinstance(values, Rows)
+        }
+        kept = self.kept.get(work.commit)
+        if kept is None or kept.serial != common["serial"]:
+            kept = self.kept[work.commit] = _Kept(common["serial"])
+        kept.add(share["at"].tolist(), rows)
+        return self._reply(updates, work.commit)
+
+    def _work(self, common: dict[str, Any], share: dict[str, Any]) -> Work:
+        """The Work of this share. A model for all, and what the server sends, come once for all workers of a node."""
+        own = share["start"] is not None
+        start, buffers = (share["start"], share["buffers"]) if own else unpack([common["start"], common["buffers"]])
+        rates = share["rates"]
+        return Work(
+            w=common["w"],
+            clients=share["clients"],
+            occurrence=share["occurrence"],
+            counts=share["counts"],
+            start=start.to(self.device),
+            buffers={name: values.to(self.device) for name, values in buffers.items()},
+            rates=unpack(common["rates"]) if rates is None else rates,
+            max_steps=common["max_steps"],
+            sent=self._sent(unpack(common["sent"])),
+            wants=common["wants"],
+            share=common["share"],
+            commit=common["commit"],
+        )
+
+    def _sent(self, sent: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Vectors where the model is; numbers stay on the host."""
+        return {
+            key: {n: v.to(self.device) if v.dim() else v for n, v in values.items()} for key, values in sent.items()
+        }
+
+    def _reply(self, updates: Updates, commit: bool) -> dict[str, Any]:
+        """What the server must know of each client, beside its rows."""
+        largest = [float(row.abs().max()) if row.numel() else 0.0 for row in updates.rows.matrix]
+        up = {
+            stage: {
+                n: [float(row.abs().max()) for row in v.matrix] if isinstance(v, Rows) else pack(v)
+                for n, v in values.items()
+            }
+            for stage, values in updates.sent.items()
+        }
+        carried = {n: v for n, v in updates.extra.items() if n in self.brief.carries}
+        good = updates.clients[updates.finite].tolist() if self.population.kept and commit else []
+        return {
+            "steps": pack(updates.steps),
+            "loss": pack(updates.loss),
+            "finite": pack(updates.finite),
+            "largest": largest,
+            "buffers": pack(updates.buffers),
+            "sent": up,
+            "extra": pack(carried),
+            "remembered": good,
+        }
+
+    def written(self, w: int, clients: Sequence[int]) -> dict[str, Any] | None:
+        """What these clients remember of a Work, for whoever keeps a copy."""
+        if not clients:
+            return None
+        return {key: pack(memory.tensors(clients, w + 1)) for key, memory in self.population.kept.items()}
+
+    def rows(self, asked: "Asked") -> Iterator[Rows]:
+        """Rows one by one, with what the server has asked to be done to them."""
+        kept = next(one for one in self.kept.values() if one.serial == asked.serial)
+        changes = [change.on(self.device) for change in asked.changes]
+        for i, position in enumerate(asked.at):
+            row = Rows(kept.row(asked.name, position), self.setup.space)
+            for change in changes:
+                row = change(row, i)
+            yield row
+
+    def give_up(self, serial: int) -> dict[str, Any]:
+        """All rows of a share, which are then kept no longer."""
+        (commit,) = [commit for commit, kept in self.kept.items() if kept.serial == serial]
+        return {name: pack(rows) for name, rows in self.kept.pop(commit).rows.items()}
+
+
+@dataclass
+class _Kept:
+    """The rows of one Work that are here."""
+
+    serial: int
+    places: dict[int, int] = field(default_factory=dict)  # row of each position in the Work
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, at: Sequence[int], rows: dict[str, Tensor]) -> None:
+        """One more share: a second one was another worker's, which is no more."""
+        first = len(self.places)
+        self.places |= {position: first + i for i, position in enumerate(at)}
+        self.rows = {n: torch.cat([self.rows[n], new]) if first else new for n, new in rows.items()}
+
+    def row(self, name: str, position: int) -> Tensor:
+        place = self.places[position]
+        return self.rows[name][place : place + 1]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation on rows and its arguments: of each row, of all rows (a vector that every worker is sent once), or
+    plain.
+    """
+
+    op: str
+    arguments: tuple[tuple[str, Any], ...]  # "row", "all" or "", and the value
+
+    def only(self, at: Sequence[int]) -> "Call":
+        """For some of the rows."""
+        there = torch.tensor(at, dtype=torch.int64)
+        cut = [(k, pack(unpack(value)[there]) if k == "row" else value) for k, value in self.arguments]
+        return replace(self, arguments=tuple(cut))
+
+    def on(self, device: torch.device) -> Callable[[Rows, int], Any]:
+        """As a function of a row and its place, on a worker."""
+        import ray
+
+        got = [(kind, ray.get(value) if kind == "all" else value) for kind, value in self.arguments]
+        known = [(kind, unpack(value, device) if kind else value) for kind, value in got]
+
+        def call(row: Rows, i: int) -> Any:
+            return getattr(row, self.op)(*(value[i : i + 1] if kind == "row" else value for kind, value in known))
+
+        return call
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Some rows of a Work, and what is done to them before anything is read from them."""
+
+    serial: int
+    name: str  # empty: the updates; else what a client stage sent up
+    at: tuple[int, ...]  # positions in the Work
+    changes: tuple[Call, ...] = ()
+
+
+def _answer(found: Any) -> Tensor:
+    """What one row has to say: without the row's own dimension."""
+    answer: Tensor = torch.stack(list(found))[:, 0] if isinstance(found, tuple) else found[0]
+    return answer
+
+
+class _Said(logging.Handler):
+    """What was logged, to be said again at the driver."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage()))
+
+    def taken(self) -> list[tuple[int, str]]:
+        lines, self.lines = self.lines, []
+        return lines
+
+
+def data_of(federation: Federation) -> dict[str, Any]:
+    """A federation's training data, as they travel; what is held out stays with the server."""
+    tensors = {name: getattr(federation, name) for name in ("x", "y", "index", "offsets")}
+    return {**pack(tensors), "classes": federation.classes, "preparation": federation.preparation}
+
+
+def federation_of(data: dict[str, Any]) -> Federation:
+    tensors = {name: unpack(data[name]) for name in ("x", "y", "index", "offsets")}
+    preparation: Preparation = data["preparation"]
+    return Federation(**tensors, classes=data["classes"], preparation=preparation)

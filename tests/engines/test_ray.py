@@ -1,0 +1,281 @@
+"""The cluster equals one machine: every method, whatever is killed. All on a real local Ray with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedloom as fl
+from fedloom.engines.ray import session
+from tests.engines.test_vector import LOCALS, apart, dense, federation
+from tests.examples import METHODS
+
+ray = pytest.importorskip("ray", reason="needs the extra ray")
+
+from fedloom.engines.ray import engine as engines  # noqa: E402
+from fedloom.engines.ray import pool as pools  # noqa: E402
+from fedloom.engines.ray.engine import Ray  # noqa: E402
+from fedloom.engines.ray.keeping import Keeping  # noqa: E402
+
+STACK = "adabest+fedglad+dgt(alpha=0.5)"
+NOT_COMPARED = {"seconds", "cluster_bytes"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    """Two workers for all tests of this file; runs in a session share them."""
+    with session():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "WHOLE", 0)
+
+
+def fit(method: str, engine: str = "ray-loop", model: nn.Module | None = None, **options: Any) -> fl.Result:
+    settings = {"rounds": 5, "clients_per_round": 5, "local": LOCALS["plain"], **options}
+    if method == "scaffold-m":
+        settings["local"] = fl.Local(steps=3, batch_size=8, lr=0.1)
+    if engine.startswith("ray"):
+        settings["actors"] = 2
+    return fl.fit(model or dense(), settings.pop("data", federation()), method, engine=engine, **settings)
+
+
+def check_same(ray_run: fl.Result, other: fl.Result, most: float = 1e-9) -> None:
+    assert apart(ray_run.params, other.params) < most
+    for a, b in zip(ray_run.history, other.history, strict=True):
+        assert a.keys() - NOT_COMPARED == b.keys() - NOT_COMPARED
+        for name in b.keys() - NOT_COMPARED:
+            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-9, nan_ok=True), name
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How often rows were brought together."""
+    calls: list[str] = []
+    fetch = Ray.fetch
+
+    def counted(self: Ray, asked: Any) -> Tensor:
+        calls.append(asked.name)
+        return fetch(self, asked)
+
+    monkeypatch.setattr(Ray, "fetch", counted)
+    return calls
+
+
+def reads_rows(method: str) -> bool:
+    return any(part.stage.reads_rows for part in fl.Method(method).pipeline().parts)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method(method: str, fetched: list[str]) -> None:
+    check_same(fit(method), fit(method, "loop"))
+    assert not fetched  # what is not declared to read rows was computed from sums
+
+
+DECLARED = [method for method in METHODS if reads_rows(method)]
+
+
+@pytest.mark.parametrize("method", DECLARED)
+def test_what_reads_rows_says_so(method: str, fetched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Ray.__init__
+
+    def undeclared(self: Ray, pool: Any, brief: Any, data: Any, setup: Any, reads_rows: bool) -> None:
+        made(self, pool, brief, data, setup, reads_rows=False)
+
+    monkeypatch.setattr(Ray, "__init__", undeclared)
+    check_same(fit(method, rounds=2), fit(method, "loop", rounds=2))
+    assert fetched
+
+
+def test_few_bytes_come_at_once_and_give_the_loop_s_own_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "WHOLE", 1 << 20)
+    assert torch.equal(fit(STACK).params, fit(STACK, "loop").params)
+
+
+def test_the_same_bits_every_time() -> None:
+    runs = [fit(STACK, model=dense(torch.float32)) for _ in range(2)]
+    assert torch.equal(runs[0].params, runs[1].params)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "vector": {"engine": "ray-vector"},
+    "batch norm": {"model": Normed(), "data": federation(sizes=[0, 7, 20, 22, 54, 61, 64, 91])},
+    "absent": {"availability": 0.6, "dropout_rate": 0.2},
+    "diverged": {"local": fl.Local(epochs=2, batch_size=8, lr=1e160)},
+    "diagnosed": {"diagnose": "gsi,similarity,divergence,twin,fairness,probe"},
+    "rates": {"method": "linear+scaffold"},
+    "twice": {"method": "md+adabest+krum(byzantine=0)"},
+    "label flip": {"method": "attack(kind=label-flip, fraction=0.5)+scaffold"},
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
+def test_every_situation(situation: dict[str, Any]) -> None:
+    options = dict(situation)
+    method, engine = options.pop("method", STACK), options.pop("engine", "ray-loop")
+    check_same(fit(method, engine, **options), fit(method, engine.removeprefix("ray-"), **options), most=1e-6)
+
+
+def test_updates_are_read_in_callbacks_or_not_at_all() -> None:
+    kept: list[Any] = []
+    shapes: list[tuple[int, ...]] = []
+
+    def look(event: fl.Event) -> None:
+        assert event.updates is not None
+        shapes.append(tuple(event.updates.rows.matrix.shape))
+        kept.append(event.updates.rows.scaled(torch.ones(5)))
+
+    fit("fedavg", rounds=2, callbacks=[look])
+    assert shapes == [(5, 83), (5, 83)]
+    with pytest.raises(fl.RunError, match="no longer at the workers"):
+        _ = kept[0].matrix
+
+
+def test_sums_move_less_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 clients: two workers send two sums in float64, or twenty rows."""
+    data = federation(sizes=[3 * k for k in range(21)])
+    wide = nn.Sequential(nn.Linear(6, 500), nn.Tanh(), nn.Linear(500, 3)).double()
+    options: dict[str, Any] = {"data": data, "model": wide, "clients_per_round": 20, "rounds": 1}
+    sums, rows = (fit(method, **options).history[-1]["cluster_bytes"] for method in ("fedavg", "median"))
+    size = 8 * sum(p.numel() for p in wide.parameters())
+    assert 4 * size <= sums < 4.5 * size  # the model down and a sum up, for each worker
+    assert 22 * size <= rows < 22.5 * size
+
+
+class Killer:
+    """Ends workers by SIGKILL at chosen moments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.killed = 0
+
+    def before(self, owner: Any, name: str, *, when: Callable[..., bool]) -> None:
+        """One worker dies when this method is called for the first time with arguments that `when` likes."""
+        method, armed = getattr(owner, name), [True]
+
+        def called(one: Any, *args: Any, **kwargs: Any) -> Any:
+            if armed[0] and when(one, *args):
+                armed[0] = False
+                self.kill(one if isinstance(one, Ray) else one.engine)
+            return method(one, *args, **kwargs)
+
+        self.monkeypatch.setattr(owner, name, called)
+
+    def kill(self, engine: Ray) -> None:
+        member = engine.pool.alive()[self.killed % 2]
+        os.kill(member.process, signal.SIGKILL)
+        self.killed += 1
+        deadline = time.monotonic() + 20
+        while os.path.exists(f"/proc/{member.process}") and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def everybody_is_there(event: fl.Event) -> None:
+    """Wait for whoever replaces the dead, so that there is another to be killed."""
+    (pool,) = pools._OPEN
+    while len(pool.members) < 2:
+        pool.looked = 0.0
+        pool.look()
+        time.sleep(0.05)
+
+
+def test_whoever_dies_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is killed with a share, with rows, and with memories on their way: the result is that of a quiet run."""
+    method = "adabest+scaffold+fedglad+dgt(alpha=0.5)"
+    quiet = fit(method, rounds=8, model=dense(torch.float32))
+    killer = Killer(monkeypatch)
+    killer.before(Ray, "_take", when=lambda engine, out, *rest: out.work.w == 1)
+    killer.before(Ray, "total", when=lambda engine, *rest: engine.out[True].work.w == 3)
+    killer.before(Keeping, "secure", when=lambda keeping: bool(keeping.copies) and keeping.engine.out[True].work.w == 5)
+    disturbed = fit(method, rounds=8, model=dense(torch.float32), callbacks=[everybody_is_there])
+    assert killer.killed == 3
+    assert torch.equal(disturbed.params, quiet.params)
+
+
+def test_a_run_is_resumed_anywhere(tmp_path: Path) -> None:
+    whole = fit(STACK, "loop", rounds=6)
+    for first, second in (("ray-loop", "loop"), ("loop", "ray-loop"), ("ray-loop", "ray-loop")):
+        folder = tmp_path / f"{first}-{second}"
+        fit(STACK, first, rounds=3, checkpoint=folder)
+        resumed = fit(STACK, second, rounds=6, checkpoint=folder, resume=True)
+        assert apart(resumed.params, whole.params) < 1e-9
+        assert len(resumed.history) == 6
+
+
+def test_an_error_of_a_worker_is_told_as_it_is() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if len(outputs) == 8:
+            raise ValueError("this loss does not like eights")
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    with pytest.raises(ValueError, match="does not like eights"):
+        fit("fedavg", loss=loss)
+    fit("fedavg", rounds=1)  # the workers are still there
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "loop", "actors": 2}, "ray_address and actors are for engine=ray"),
+        ({"engine": "ray", "actors": 0}, "actors must be a whole number of at least 1"),
+        ({"engine": "ray", "ray_address": ""}, "ray_address must be 'auto' or a text"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(fl.ConfigError, match=message):
+        fl.fit(dense(), federation(), **options)
+
+
+def outside(code: str) -> tuple[str, float]:
+    """What a process of its own prints, and how long it takes."""
+    lines = ["import torch, fedloom as fl", "from torch import nn", "x = torch.randn(4, 3)", code]
+    data = "fl.Federation.from_arrays([(x, [0, 1, 0, 1])])"
+    env = {**os.environ, "PYTHONPATH": str(Path(fl.__file__).parent.parent)}
+    began = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines).replace("DATA", data)],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
+    return (run.stdout + run.stderr).strip(), time.monotonic() - began
+
+
+def test_without_ray() -> None:
+    code = "import sys; sys.modules['ray'] = None\nfl.fit(nn.Linear(3, 2), DATA, engine='ray')"
+    said, _ = outside(code)
+    assert said.endswith("engine=ray needs Ray, the extra `ray`: pip install 'fedloom[ray]'")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nobody.invalid:6379"])
+def test_an_address_where_nobody_is(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "ANSWERS", 3.0)
+    with pytest.raises(fl.RunError, match=f"no Ray cluster answers at {address}"):
+        pools.check_address(address)
+
+
+def test_the_wait_for_an_address_is_short() -> None:
+    assert pools.ANSWERS <= 25
