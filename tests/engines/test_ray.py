@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def check_same(ray_run: fl.Result, other: fl.Result, most: float = 1e-9) -> None
     for a, b in zip(ray_run.history, other.history, strict=True):
         assert a.keys() - NOT_COMPARED == b.keys() - NOT_COMPARED
         for name in b.keys() - NOT_COMPARED:
-            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-9, nan_ok=True), name
+            np.testing.assert_allclose(np.array(a[name], float), np.array(b[name], float), 1e-6, 1e-9, err_msg=name)
 
 
 @pytest.fixture
