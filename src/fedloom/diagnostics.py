@@ -105,6 +105,10 @@ class Labels(Diagnostic):
     def cost(self, simulation: Simulation) -> str:
         if simulation.federation.classes is None:
             raise ConfigError("diagnose=labels: the targets are no class labels to compare")
+        if simulation.federation.shards is not None:
+            raise ConfigError(
+                "diagnose=labels: the labels stay on disk (lazy=True) and can't be counted; leave lazy out"
+            )
         return "the labels of each round's clients"
 
     def measure(self, look: Look) -> Metrics:
@@ -146,7 +150,7 @@ class Twin(Diagnostic):
         if self.theta is None:
             self.theta, self.buffers = setup.start, buffers_of(simulation.task.model)
         clients = torch.tensor(sorted(set(updates.clients.tolist())))
-        pooled = simulation.federation.only(clients)
+        pooled = simulation.federation.holding(clients).only(clients)
         total = len(pooled.index)
         pooled = replace(pooled, offsets=torch.tensor([0, total]))
         local = setup.local

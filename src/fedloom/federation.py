@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.partition.report import PartitionReport
+from fedloom.data.shards import Shards
 from fedloom.data.transforms import Draws, Preparation, augmentations
 from fedloom.errors import DataError
 
@@ -45,12 +46,22 @@ class Holdout:
         return Holdout(_cast(self.x, device, dtype), _cast(self.y, device, dtype), self.offsets)
 
 
+class Held(NamedTuple):
+    """The clients of a federation whose samples are in memory, and where in the index each one's begin."""
+
+    clients: Tensor  # [K] rising
+    begins: Tensor  # [K]
+
+
 @dataclass(frozen=True)
 class Federation:
     """Many clients' training data, and what is held out.
 
     Client k owns the samples `index[offsets[k] : offsets[k + 1]]` of `x` and `y`. Images are kept as bytes; what the
     model reads is made of a batch by `preparation`.
+
+    With `shards` the clients' samples stay on disk: `x` and `y` are then the first few of them, to try a model on, and
+    `holding` reads those of some clients.
 
     >>> federation = Federation.from_arrays(clients=[([[0.0], [1.0]], [0, 1]), ([[2.0]], [1])])
     >>> len(federation), federation.sizes.tolist()
@@ -71,6 +82,8 @@ class Federation:
     names: np.ndarray | None = field(default=None, compare=False)  # of the clients
     class_names: tuple[str, ...] = ()
     report: PartitionReport | None = field(default=None, compare=False)  # how the data were dealt out
+    shards: Shards | None = None  # the samples on disk; None: they are here
+    held: Held | None = None  # None: those of all clients are
 
     @classmethod
     def from_arrays(
@@ -124,15 +137,21 @@ class Federation:
         )
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, label: str = "label", client: str | None = None) -> "Federation":
+    def from_folder(
+        cls, folder: str | Path, *, label: str = "label", client: str | None = None, lazy: bool = False
+    ) -> "Federation":
         """A federation from files: one per client (.npz with x and y, .csv, .parquet), or shards that hold many.
 
         `label` is the column of targets; `client` the column of client names, if the tables are shards. The layout is
-        described in `fedloom.data.own`.
+        described in `fedloom.data.own`. `lazy` leaves the samples on disk; those of a client are read when it trains,
+        so that there may be more of them than memory holds.
         """
+        from fedloom.data.lazy import open_folder
         from fedloom.data.load import own_federation
         from fedloom.data.own import folder_corpus
 
+        if lazy:
+            return open_folder(Path(folder), label=label, client=client)
         return own_federation(folder_corpus(Path(folder), label=label, client=client), "folder")
 
     @classmethod
@@ -181,12 +200,19 @@ class Federation:
         held = {"test": test, "validation": validation}
         for what, part in held.items():
             if part is not None:
-                _tensor(part.x, f"{what} samples")
-                _tensor(part.y, f"{what} targets")
-                _check_alike(part.x, x, f"{what} samples")
-                _check_alike(part.y, y, f"{what} targets")
+                _check_held_out(part, x, y, what)
         sets = {"training": y, **{what: part.y for what, part in held.items() if part is not None}}
         return cls(x, y, index, offsets, _count_classes(sets, classes), test, validation, name)
+
+    @classmethod
+    def on_disk(
+        cls, shards: Shards, x: Tensor, y: Tensor, classes: int | None, test: Holdout | None, name: str
+    ) -> "Federation":
+        """A federation whose samples stay in files; `x` and `y` are the first of them."""
+        if test is not None:
+            _check_held_out(test, x, y, "test")
+        index, offsets = torch.arange(len(x)), torch.from_numpy(shards.offsets)
+        return cls(x, y, index, offsets, classes, test, name=name, names=shards.names, shards=shards)
 
     def images(self, mean: Sequence[float] = (), std: Sequence[float] = (), augment: str | None = None) -> "Federation":
         """The same samples, bytes [n, channels, height, width], read as images: scaled to [0, 1], normalised by the
@@ -208,8 +234,9 @@ class Federation:
             return len(self.vocabulary)
         if self.preparation.pixels or self.x.is_floating_point() or self.x.dim() != 2:
             return None
-        parts = [self.x, *(part.x for part in (self.test, self.validation) if part is not None)]
-        return 1 + max(int(part.max()) for part in parts)
+        parts = [part.x for part in (self.test, self.validation) if part is not None]
+        own = int(self.x.max()) if self.shards is None else self.shards.largest
+        return 1 + max([own, *(int(part.max()) for part in parts)])
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -219,12 +246,41 @@ class Federation:
         """How many samples each client has [N]."""
         return self.offsets[1:] - self.offsets[:-1]
 
+    def sizes_of(self, clients: Tensor) -> Tensor:
+        """How many samples each of these has [K]; the others, who may be a million, are not looked at."""
+        return self.offsets[clients + 1] - self.offsets[clients]
+
     def client(self, k: int) -> tuple[Tensor, Tensor]:
         """The samples and targets of client k, as they are stored."""
         if not 0 <= k < len(self):
             raise DataError(f"there is no client {k}: the clients are 0 to {len(self) - 1}")
-        mine = self.index[int(self.offsets[k]) : int(self.offsets[k + 1])]
-        return self.x[mine], self.y[mine]
+        here = self.holding(torch.tensor([k]))
+        mine = torch.from_numpy(here.positions([k])[0])
+        return here.x[mine], here.y[mine]
+
+    def holding(self, clients: Tensor) -> "Federation":
+        """A federation in which these clients' samples are in memory, under the same numbers: itself, unless they stay
+        on disk; then they are read, each client's once.
+        """
+        if self.shards is None:
+            return self
+        chosen = torch.unique(clients.cpu())
+        x, y = self.shards.read(chosen.numpy())
+        sizes = self.sizes_of(chosen)
+        return replace(
+            self,
+            x=torch.from_numpy(x).to(self.x.device, self.x.dtype),
+            y=torch.from_numpy(y).to(self.y.device, self.y.dtype),
+            index=torch.arange(len(x)),
+            shards=None,
+            held=Held(chosen, sizes.cumsum(0) - sizes),
+        )
+
+    def positions(self, clients: Sequence[int]) -> list[np.ndarray]:
+        """Where in `x` and `y` the samples of each of these clients are."""
+        chosen, index = torch.as_tensor(clients, dtype=torch.int64), self.index.numpy()
+        sizes, begins = self.sizes_of(chosen).tolist(), self._begins(chosen).tolist()
+        return [index[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
     def batch(self, chosen: Tensor, dtype: torch.dtype, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
         """Samples as the model reads them, augmented where `draws` are given, and their targets."""
@@ -232,20 +288,39 @@ class Federation:
 
     def held_out(self, clients: Tensor) -> Holdout:
         """Some clients' data, as stored, to evaluate on."""
-        index, offsets = self._slices(clients)
-        return Holdout(self.x[index], self.y[index], offsets)
+        here = self.holding(clients)
+        index, offsets = here._slices(clients)
+        return Holdout(here.x[index], here.y[index], offsets)
 
     def only(self, clients: Tensor) -> "Federation":
         """Some of the clients, in that order; the samples are shared."""
-        index, offsets = self._slices(clients)
         names = None if self.names is None else self.names[clients.numpy()]
-        return replace(self, index=index, offsets=offsets, names=names)
+        if self.shards is not None:
+            return replace(self, offsets=self._bounds(clients), names=names, shards=self.shards.only(clients.numpy()))
+        index, offsets = self._slices(clients)
+        return replace(self, index=index, offsets=offsets, names=names, held=None)
 
     def _slices(self, clients: Tensor) -> tuple[Tensor, Tensor]:
-        sizes = self.sizes[clients]
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-        begin = torch.repeat_interleave(self.offsets[:-1][clients] - offsets[:-1], sizes)
+        offsets = self._bounds(clients)
+        begin = torch.repeat_interleave(self._begins(clients) - offsets[:-1], self.sizes_of(clients))
         return self.index[begin + torch.arange(len(begin))], offsets
+
+    def _bounds(self, clients: Tensor) -> Tensor:
+        """Offsets of these clients alone."""
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self.sizes_of(clients).cumsum(0)])
+
+    def _begins(self, clients: Tensor) -> Tensor:
+        """Where in the index the samples of each client begin."""
+        if self.shards is not None:
+            raise DataError("the clients' samples are on disk: ask a federation that is `holding` them")
+        if self.held is None:
+            return self.offsets[clients]
+        at = torch.searchsorted(self.held.clients, clients)
+        here = at.clamp(max=len(self.held.clients) - 1)
+        missing = clients[self.held.clients[here] != clients].tolist()
+        if missing:
+            raise DataError(f"the samples of client {missing[0]} were not read")
+        return self.held.begins[here]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Federation":
         """The same federation on a device; floating-point numbers take the model's dtype, integers stay."""
@@ -288,6 +363,12 @@ def _check_slices(index: Tensor, offsets: Tensor, samples: int) -> None:
         raise DataError(f"client {int(sizes.argmin())} has no samples; leave empty clients out")
     if int(index.min()) < 0 or int(index.max()) >= samples:
         raise DataError(f"the index must point to samples 0 to {samples - 1}")
+
+
+def _check_held_out(part: Holdout, x: Tensor, y: Tensor, what: str) -> None:
+    for values, clients, kind in ((part.x, x, "samples"), (part.y, y, "targets")):
+        _tensor(values, f"{what} {kind}")
+        _check_alike(values, clients, f"{what} {kind}")
 
 
 def _check_alike(part: Tensor, clients: Tensor, what: str) -> None:

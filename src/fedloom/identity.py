@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedloom.federation import Federation
 from fedloom.simulation import Simulation
 
 
@@ -19,6 +20,7 @@ def identity_of(simulation: Simulation, given: nn.Module, diagnose: Sequence[str
     shapes = {name: list(shape) for name, shape in zip(setup.space.names, setup.space.shapes, strict=True)}
     federation = simulation.federation
     few = federation.x[:: max(1, len(federation.x) // 1000)]  # enough to tell other data, cheap enough to ask often
+    shards = federation.shards
     frozen = [p for name, p in simulation.task.model.named_parameters() if name not in setup.space.names]
     absence = simulation.population.absence
     availability = absence.availability
@@ -30,8 +32,8 @@ def identity_of(simulation: Simulation, given: nn.Module, diagnose: Sequence[str
         "method": simulation.method.text,
         "model": shapes,
         "frozen parameters": _digest(*frozen),
-        "data": _digest(federation.y, few),
-        "partition": _digest(federation.offsets, federation.index),
+        "data": _digest(federation.y, few) + ("" if shards is None else shards.digest),
+        "partition": _digest(federation.offsets, _owned(federation)),
         "preparation": str(federation.preparation),
         "availability": availability,
         "dropout_rate": absence.dropout_rate,
@@ -43,6 +45,14 @@ def identity_of(simulation: Simulation, given: nn.Module, diagnose: Sequence[str
         "seed": setup.seed,
         "diagnose": list(diagnose),
     }
+
+
+def _owned(federation: Federation) -> Tensor:
+    """Which samples the clients have; where these stay on disk, which of the files' clients take part."""
+    if federation.shards is None:
+        return federation.index
+    chosen = federation.shards.chosen
+    return torch.empty(0) if chosen is None else torch.from_numpy(chosen)
 
 
 def _described(module: nn.Module) -> str:

@@ -29,6 +29,7 @@ def alike(one: Training, other: Training) -> bool:
         return False
     return (
         a.federation.x is b.federation.x
+        and a.federation.shards is b.federation.shards  # the same clients under the same numbers
         and _same_labels(a.federation.y, b.federation.y)
         and a.federation.preparation == b.federation.preparation
         and a.setup.local == b.setup.local

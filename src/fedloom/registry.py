@@ -96,6 +96,8 @@ class Registry(Generic[T]):
 
     def _checked(self, call: str, name: str, value: Any, hint: Any) -> Any:
         fitted = fit_value(value, hint)
+        if fitted is MISFIT and value in ("true", "false"):  # as YAML and JSON write them
+            fitted = fit_value(value == "true", hint)
         if fitted is MISFIT:
             raise self.error(f"{call}({name}={show(value)}): {name} must be {describe(hint)}")
         return fitted

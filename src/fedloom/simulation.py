@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.engines.choose import Engine, Wishes, choose_engine
-from fedloom.errors import ConfigError, ModelError, RunError, out_of_memory
+from fedloom.errors import ConfigError, DataError, ModelError, RunError, out_of_memory
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
 from fedloom.keys import check_seed
@@ -108,7 +108,11 @@ class Simulation:
         check_fit(task, moved, local)
         task = replace(task, channels_last=takes_channels_last(task, moved))
         for part in pipeline.parts:
-            moved = part.stage.tamper(moved, setup)
+            before, moved = moved, part.stage.tamper(moved, setup)
+            if before.shards is not None and moved is not before:
+                raise DataError(
+                    f"{part.key} changes the clients' data, but these stay on disk (lazy=True); leave lazy out"
+                )
         absence = Absence.of(availability, dropout_rate, len(federation))
         engine: Engine
         population: Population

@@ -1,7 +1,9 @@
 """Data and models on a GPU as on the CPU. `make gpu`."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,3 +99,19 @@ def test_a_row_that_has_finished_is_left_alone() -> None:
     ]
     assert runs[1].history[-1]["diverged"] == 0
     assert float((runs[1].params.cpu() - runs[0].params).norm() / runs[0].params.norm()) < 1e-10
+
+
+@pytest.mark.parametrize("method", ["fedavg", "importance"])
+def test_samples_that_stay_on_disk(method: str, tmp_path: Path) -> None:
+    """Read for each cohort, without recordings: what recorded steps over all samples give."""
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "a.npz", x=rng.standard_normal((60, 6)), y=np.arange(60) % 3, offsets=[0, 10, 25, 40, 60])
+    params = []
+    for lazy in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 3).double()
+        data = fl.Federation.from_folder(tmp_path, lazy=lazy)
+        local = fl.Local(batch_size=4, lr=0.1)
+        result = fl.fit(model, data, method, rounds=3, clients_per_round=3, local=local, engine="vector", device="cuda")
+        params.append(result.params)
+    assert torch.allclose(params[0], params[1], atol=1e-12, rtol=0)

@@ -95,7 +95,7 @@ def data(
         return
     found = load(name, partition, clients, seed, pooled=pooled, data_dir=data_dir).report
     if found is None:
-        raise DataError(f"{name} was not dealt out")
+        raise DataError(f"{name} stays on disk and is not dealt out; leave lazy out to look at it")
     out.print(str(found), markup=False, highlight=False, soft_wrap=True)
     if plot is not None:
         found.plot(plot)

@@ -9,6 +9,7 @@ import torch
 from fedloom.data.catalogue import find_dataset, read_corpus
 from fedloom.data.corpus import Corpus
 from fedloom.data.files import Files
+from fedloom.data.lazy import is_lazy, load_lazily
 from fedloom.data.partition import Deal, PartitionReport, Pool
 from fedloom.data.partition import partition as deal_out
 from fedloom.data.split import split_clients
@@ -66,6 +67,9 @@ def load(
     if samples is not None and samples < 1:
         raise DataError(f"samples must be at least 1, not {samples}")
     asked = clients if not clients else clients + validation
+    if is_lazy(call):
+        unfit = {"pooled": pooled, "samples": samples, "fold": fold, "inner": inner or None, "standardise": standardise}
+        return load_lazily(call, partition, asked, seed, validation=validation, augment=augment, unfit=unfit)
     corpus = read_corpus(name, Files.of(data_dir), asked, seed)
     if pooled:
         corpus = corpus.pooled()

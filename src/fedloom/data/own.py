@@ -10,38 +10,29 @@ A folder holds one file per client, named after it, or shards that hold many cli
 Client j of a shard has its rows from `offsets[j]` to `offsets[j + 1]`.
 
 With subfolders `train` and `test` the clients come from the first and the test set from the second.
+
+A folder that is opened lazily (`fedloom.data.lazy`) has the same layout. Its .npz files are best written by `np.savez`,
+not by `np.savez_compressed`: from arrays that are not packed a client's rows are read alone, all else file by file.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedloom.data.corpus import Corpus
-from fedloom.data.files import array_of, open_npz, open_text, reading
+from fedloom.data.files import open_text, reading
+from fedloom.data.pieces import KINDS, TABLES, Piece, check_alike, kind_of, name_of, read_arrays
 from fedloom.errors import DataError, nearest
 from fedloom.untrusted import is_folder, is_plain, most_unpacked, open_plain, too_much
 
 if TYPE_CHECKING:
     import pandas as pd
 
-TABLES = (".csv", ".csv.gz", ".parquet")
-KINDS = (".npz", *TABLES)
 SPARSE = 1000  # labels that are so much larger than their number are something else
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Some clients' samples: what one file holds."""
-
-    x: np.ndarray
-    y: np.ndarray
-    owner: np.ndarray  # position in `names`
-    names: list[str]
-    columns: tuple[str, ...] = ()
 
 
 def table_corpus(
@@ -63,64 +54,43 @@ def table_corpus(
 
 def folder_corpus(folder: Path, *, label: str = "label", client: str | None = None) -> Corpus:
     """A folder of files as a corpus with one natural client for each file, or for each client of a shard."""
-    if not is_folder(folder):
-        raise DataError(f"{folder} is no folder")
-    split = (folder / "train").is_dir()
-    train = _pieces(folder / "train" if split else folder, label, client)
-    test = _pieces(folder / "test", label, client) if split and (folder / "test").is_dir() else None
-    seen: dict[str, None] = {}
-    for piece in train:
-        for name in piece.names:
-            if name in seen:
-                raise DataError(f"{folder} holds two clients with the name {name!r}; rename one")
-            seen[name] = None
+    train_files, test_files = data_files(folder)
+    train = [read_piece(path, label, client) for path in train_files]
+    test = None if test_files is None else [read_piece(path, label, client) for path in test_files]
+    check_names(folder, (name for piece in train for name in piece.names))
     return _corpus(train, test)
 
 
-def _pieces(folder: Path, label: str, client: str | None) -> list[_Piece]:
-    files = sorted(path for path in folder.iterdir() if path.is_file() and _kind(path))
+def data_files(folder: Path) -> tuple[list[Path], list[Path] | None]:
+    """A folder's files for training and, if it has subfolders for both, those for the test."""
+    if not is_folder(folder):
+        raise DataError(f"{folder} is no folder")
+    split = (folder / "train").is_dir()
+    test = split and (folder / "test").is_dir()
+    return _files(folder / "train" if split else folder), _files(folder / "test") if test else None
+
+
+def _files(folder: Path) -> list[Path]:
+    files = sorted(path for path in folder.iterdir() if path.is_file() and kind_of(path))
     if not files:
         raise DataError(f"{folder} holds no file that ends in {', '.join(KINDS)}")
-    pieces = []
-    for path in files:
-        name = path.name.removesuffix(_kind(path))
-        if _kind(path) == ".npz":
-            pieces.append(_arrays(path, name))
-        else:
-            piece = _piece(*_frame(path, client), label, client, None)
-            pieces.append(piece if client else _Piece(piece.x, piece.y, piece.owner, [name], piece.columns))
-    return pieces
+    return files
 
 
-def _kind(path: Path) -> str:
-    return next((kind for kind in KINDS if path.name.endswith(kind)), "")
+def check_names(folder: Path, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise DataError(f"{folder} holds two clients with the name {name!r}; rename one")
+        seen.add(name)
 
 
-def _arrays(path: Path, name: str) -> _Piece:
-    with reading(path), open_npz(path) as archive:
-        for wanted in ("x", "y"):
-            if wanted not in archive.files:
-                raise DataError(f"{path} has no array {wanted!r}; a client's file needs x and y")
-        x, y = array_of(archive, "x", path), array_of(archive, "y", path)
-        offsets = array_of(archive, "offsets", path) if "offsets" in archive.files else None
-        names = array_of(archive, "names", path).astype(str).ravel().tolist() if "names" in archive.files else None
-    for kind, values in (("x", x), ("y", y)):
-        known = values.dtype.kind in ("biuf" if kind == "x" else "biufU")
-        if not known or (values.dtype.kind == "f" and values.dtype.itemsize > 8):
-            raise DataError(f"{path}: {kind} holds {values.dtype}, but numbers were expected")
-    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or not len(x):
-        raise DataError(f"{path}: x and y must have one entry per sample, but their shapes are {x.shape} and {y.shape}")
-    if offsets is None:
-        return _Piece(x, y, np.zeros(len(x), dtype=np.int64), [name])
-    whole = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 1
-    if not whole or offsets[0] != 0 or offsets[-1] != len(x) or (np.diff(offsets.astype(np.int64)) < 1).any():
-        raise DataError(
-            f"{path}: offsets must rise from 0 to the number of samples, {len(x)}, one step for each client"
-        )
-    names = names or [f"{name}/{j}" for j in range(len(offsets) - 1)]
-    if len(names) != len(offsets) - 1:
-        raise DataError(f"{path}: {len(offsets) - 1} clients have {len(names)} names")
-    return _Piece(x, y, np.repeat(np.arange(len(names)), np.diff(offsets)), names)
+def read_piece(path: Path, label: str, client: str | None) -> Piece:
+    """All that a file holds."""
+    if kind_of(path) == ".npz":
+        return read_arrays(path)
+    piece = _piece(*_frame(path, client), label, client, None)
+    return piece if client else replace(piece, names=[name_of(path)])
 
 
 def _frame(table: "pd.DataFrame | str | Path", client: str | None) -> tuple["pd.DataFrame", str]:
@@ -178,7 +148,7 @@ def _twice(names: Sequence[str]) -> str | None:
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
-def _piece(frame: "pd.DataFrame", name: str, label: str, client: str | None, features: Sequence[str] | None) -> _Piece:
+def _piece(frame: "pd.DataFrame", name: str, label: str, client: str | None, features: Sequence[str] | None) -> Piece:
     if not len(frame):
         raise DataError(f"{name} has no rows")
     columns = dict.fromkeys(str(column) for column in frame.columns)
@@ -202,7 +172,7 @@ def _piece(frame: "pd.DataFrame", name: str, label: str, client: str | None, fea
         found, owner = np.unique(frame[client].astype(str).to_numpy(dtype=str), return_inverse=True)
         names = found.tolist()
     x = np.stack([_numbers(frame[column], column, name) for column in chosen], axis=1)
-    return _Piece(x, frame[label].to_numpy(), owner, names, tuple(chosen))
+    return Piece(x, frame[label].to_numpy(), owner, names, tuple(chosen))
 
 
 def _numbers(series: "pd.Series[Any]", column: str, name: str) -> np.ndarray:
@@ -214,9 +184,9 @@ def _numbers(series: "pd.Series[Any]", column: str, name: str) -> np.ndarray:
     return series.to_numpy().astype(np.float32)
 
 
-def _corpus(train: Sequence[_Piece], test: Sequence[_Piece] | None) -> Corpus:
+def _corpus(train: Sequence[Piece], test: Sequence[Piece] | None) -> Corpus:
     for piece in (*train, *(test or ())):
-        _check_alike(train[0], piece)
+        check_alike(train[0], piece)
     targets = [piece.y for piece in (*train, *(test or ()))]
     y, class_names = _targets(targets)
     first = np.cumsum([0, *(len(piece.names) for piece in train)])
@@ -234,21 +204,6 @@ def _corpus(train: Sequence[_Piece], test: Sequence[_Piece] | None) -> Corpus:
         columns=columns,
         numeric=len(columns),
     )
-
-
-def _check_alike(first: _Piece, other: _Piece) -> None:
-    """Two clients whose data can't stand in one array are told apart here, before NumPy makes them alike."""
-    sorts = {"f": "numbers", "i": "whole numbers", "u": "whole numbers"}
-    for what, mine, theirs in (
-        ("columns", list(first.columns), list(other.columns)),
-        ("the shape of a sample", first.x.shape[1:], other.x.shape[1:]),
-        ("the type of samples", first.x.dtype, other.x.dtype),
-        ("the shape of a target", first.y.shape[1:], other.y.shape[1:]),
-        ("targets", sorts.get(first.y.dtype.kind, "texts"), sorts.get(other.y.dtype.kind, "texts")),
-    ):
-        if mine != theirs:
-            who = f"clients {first.names[0]!r} and {other.names[0]!r}"
-            raise DataError(f"{who} disagree about {what}: {mine} and {theirs}")
 
 
 def _targets(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:

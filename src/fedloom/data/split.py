@@ -43,6 +43,11 @@ def split_clients(
         if inner:
             raise DataError("inner belongs to a split into folds: say which fold")
         return _by_count(federation, order, validation)
+    if federation.shards is not None:
+        raise DataError(
+            "a split into folds holds two fifths of all samples in memory, but these stay on disk (lazy=True); hold a "
+            "few clients out with validation, or put a test set into the folder"
+        )
     if validation:
         raise DataError("a split into folds has validation clients of its own: leave out validation, or fold")
     if folds < 2 or not 0 <= fold < folds or not 0 <= inner < folds - 1:

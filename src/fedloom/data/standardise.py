@@ -25,6 +25,8 @@ def standardise(federation: Federation, how: Standardisation, columns: int | Non
     """
     if how not in get_args(Standardisation):
         raise DataError(f"unknown way to standardise {how!r}: {nearest(str(how), get_args(Standardisation))}")
+    if federation.shards is not None:
+        raise DataError("standardise: it changes all samples, but these stay on disk (lazy=True); change the files")
     x = federation.x
     if not x.is_floating_point() or x.dim() != 2:
         raise DataError(f"only a table of numbers can be standardised, not samples of shape {tuple(x.shape[1:])}")

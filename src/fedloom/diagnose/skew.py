@@ -100,6 +100,8 @@ def _labels(federation: Federation) -> tuple[Tensor, Tensor]:
     """All labels, one client after the other, and where each client begins."""
     if federation.classes is None:
         raise DataError(f"the targets of {federation.name} are no class labels to count")
+    if federation.shards is not None:
+        raise DataError("the labels can't be counted: they stay on disk (lazy=True); leave lazy out")
     targets = federation.y[federation.index.to(federation.y.device)].cpu().long()
     told = has_target(targets)
     before = torch.cat([torch.zeros(1, dtype=torch.int64), told.unsqueeze(-1).flatten(1).sum(1).cumsum(0)])

@@ -108,16 +108,21 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
         if not tried.why_not:
             batch = _batch(setup)
             row = MATRICES * setup.space.size * setup.space.dtype.itemsize + batch * tried.activations * 3 // 2
-            wanted = wishes.compile
+            fits = wishes.budget(setup.device) // row
+            wanted, stays = wishes.compile, federation.shards is None  # samples that stay where a recording found them
+            if not stays:
+                fits = min(fits, wishes.budget(setup.device) // _largest_client(federation))
+                if wanted:
+                    LOG.warning("compile: the samples are on disk, so steps run without it")
             engine = _on_cores(
                 Vector(
                     task,
                     federation,
                     setup,
                     mixes=mixes_samples(task, federation),
-                    graphs=setup.device.type == "cuda",
-                    compile=worth_compiling(setup, rounds, tried.activations) if wanted is None else wanted,
-                    together=max(1, wishes.budget(setup.device) // row),
+                    graphs=stays and setup.device.type == "cuda",
+                    compile=stays and (worth_compiling(setup, rounds, tried.activations) if wanted is None else wanted),
+                    together=max(1, fits),
                 )
             )
             return engine, f"{why}, compiled" if engine.compile else why
@@ -143,6 +148,12 @@ def worth_compiling(setup: Setup, rounds: int, activations: int) -> bool:
 
 def _batch(setup: Setup) -> int:
     return setup.local.batch_size or int(setup.sizes.max())
+
+
+def _largest_client(federation: Federation) -> int:
+    """Bytes of its samples."""
+    one = federation.x[:1].nbytes + federation.y[:1].nbytes
+    return max(1, int(federation.sizes.max()) * one)
 
 
 def _on_cores(engine: Loop | Vector) -> Engine:

@@ -1,6 +1,6 @@
 """The plain engine: one client after the other. Whatever PyTorch can train, it can."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,7 +35,10 @@ class Loop:
         runs = []
         with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
             for k, batches in enumerate(batches_of(self.setup, self.federation, work)):
-                run = self._client(work, k, batches, None if keys is None else keys[k])
+                client = int(work.clients[k])
+                there = self._holding(client)
+                own = batches.at(there.federation.positions([client])[0])
+                run = there._client(work, k, own, None if keys is None else keys[k])
                 rows[k] = run.start - run.end
                 runs.append(run)
         buffers = {n: _stack([run.buffers[n] for run in runs], b) for n, b in work.buffers.items()}
@@ -47,6 +50,11 @@ class Loop:
         if "step_norm" in work.wants:
             extra["step_norm"] = step_norms(self.setup.local, work, steps)
         return answer(work, self.setup, rows, buffers, losses, steps, extra)
+
+    def _holding(self, client: int) -> "Loop":
+        """An engine that has the client's samples in memory."""
+        here = self.federation.holding(torch.tensor([client]))
+        return self if here is self.federation else replace(self, federation=here)
 
     def _client(self, work: Work, k: int, planned: Batches, key: Tensor | None) -> "_Run":
         local = self.setup.local
@@ -80,7 +88,7 @@ class Loop:
         """Mean over the client's batches, in stored order, of the squared norm of the gradient at x."""
         untouched = {name: buffer.clone() for name, buffer in buffers.items()}
         squares = []
-        for step, batch in enumerate(ordered_batches_of(self.setup, self.federation, client).cut()):
+        for step, batch in enumerate(ordered_batches_of(self.setup, self.federation, [client])[0].cut()):
             gradient, _ = self._gradient(x, untouched, batch, None, key, step)
             squares.append(gradient.double().square().sum())
         return torch.stack(squares).mean()

@@ -35,7 +35,7 @@ class Plan:
 class Batches(NamedTuple):
     """One client's batches."""
 
-    samples: np.ndarray  # positions in the federation, batch after batch
+    samples: np.ndarray  # batch after batch: places among the client's own samples, or positions in the federation
     lengths: np.ndarray  # of the batches
 
     @property
@@ -43,29 +43,32 @@ class Batches(NamedTuple):
         """The length of the longest: only the last of an epoch may be shorter than the first."""
         return int(self.lengths[0]) if len(self.lengths) else 0
 
+    def at(self, positions: np.ndarray) -> "Batches":
+        """The same batches, where the client's samples lie at these positions."""
+        return Batches(positions[self.samples], self.lengths)
+
     def cut(self) -> list[np.ndarray]:
         return np.split(self.samples, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
 
 def batches_of(setup: Setup, federation: Federation, work: Work) -> list[Batches]:
-    """The batches of each client of a Work."""
-    index = federation.index.numpy()
-    clients, occurrence = work.clients.tolist(), work.occurrence.tolist()
-    begins, ends = federation.offsets[work.clients].tolist(), federation.offsets[work.clients + 1].tolist()
+    """The batches of each client of a Work, as places among its own samples."""
+    sizes = federation.sizes_of(work.clients).tolist()
     found = []
-    for client, i, begin, end in zip(clients, occurrence, begins, ends, strict=True):
+    for client, i, size in zip(work.clients.tolist(), work.occurrence.tolist(), sizes, strict=True):
         rng = client_rng(setup.seed, work.w, client, i)
-        order, lengths = setup.local.batches(end - begin, rng, work.max_steps)
-        found.append(Batches(index[begin:end][order], lengths))
+        found.append(Batches(*setup.local.batches(size, rng, work.max_steps)))
     return found
 
 
-def ordered_batches_of(setup: Setup, federation: Federation, client: int) -> Batches:
-    """One epoch of a client in stored order."""
-    begin, end = federation.offsets[client : client + 2].tolist()
-    batches = setup.local.batches_in_order(end - begin)
-    order = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
-    return Batches(federation.index[begin:end].numpy()[order], np.array([len(batch) for batch in batches]))
+def ordered_batches_of(setup: Setup, federation: Federation, clients: Sequence[int]) -> list[Batches]:
+    """One epoch of each client in stored order, as positions in the federation."""
+    found = []
+    for positions in federation.positions(clients):
+        batches = setup.local.batches_in_order(len(positions))
+        order = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+        found.append(Batches(positions[order], np.array([len(batch) for batch in batches])))
+    return found
 
 
 def plan(batches: Sequence[Batches]) -> Plan:

@@ -12,8 +12,9 @@ stays as it is. The Works of several runs may be one cohort, row under row.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,9 +73,10 @@ class Vector:
         while waiting:
             places, fresh = waiting.pop(0), not self.kept
             try:
-                planned = plan([batches[k] for k in places])
+                engine, chunk = self._holding([clients[k] for k in places])
+                planned = plan([batches[k].at(there) for k, there in zip(places, _there(chunk), strict=True)])
                 order = np.array(places)[planned.order]
-                self._train(asked.only(order), planned, order, [clients[k] for k in order], done)
+                engine._train(asked.only(order), planned, order, [chunk[i] for i in planned.order], done)
                 continue
             except RuntimeError as error:
                 if not out_of_memory(error) or (fresh and len(places) == 1):
@@ -89,6 +91,16 @@ class Vector:
             waiting[:0] = [places[:half], places[half:]]
         steps = [len(own.lengths) for own in batches]
         return [done.answer(one.setup, work, steps, at) for (one, work), at in zip(parts, _slices(parts), strict=True)]
+
+    def _holding(self, clients: "Rows") -> "tuple[Vector, Rows]":
+        """An engine that has these clients' samples in memory, and the same rows under it. Where they stay on disk,
+        runs that are trained together have the same ones.
+        """
+        if self.federation.shards is None:
+            return self, clients
+        asked = torch.tensor([int(work.clients[k]) for _, work, k in clients])
+        there = replace(self, federation=self.federation.holding(asked))
+        return there, [(there, work, k) for _, work, k in clients]
 
     def forget(self) -> None:
         """Give memory and recordings back."""
@@ -124,7 +136,7 @@ class Vector:
         asked: Asked,
         planned: Plan,
         order: np.ndarray,
-        clients: "Sequence[tuple[Vector, Work, int]]",
+        clients: "Rows",
         done: "_Done",
     ) -> None:
         """One chunk through all of its steps; its outcome goes into its places of the whole."""
@@ -268,11 +280,9 @@ class Vector:
         buffers.update({name: values.detach() for name, values in after.items()})
         return gradient, losses.detach().sum(1)
 
-    def _score(
-        self, clients: "Sequence[tuple[Vector, Work, int]]", cohort: Cohort, order: np.ndarray, scores: Tensor
-    ) -> None:
+    def _score(self, clients: "Rows", cohort: Cohort, order: np.ndarray, scores: Tensor) -> None:
         """Mean over a client's batches, in stored order, of the squared norm of the gradient where it ended."""
-        owned = [ordered_batches_of(one.setup, one.federation, int(work.clients[k])) for one, work, k in clients]
+        owned = [ordered_batches_of(one.setup, one.federation, [int(work.clients[k])])[0] for one, work, k in clients]
         ordered = plan(owned)
         turn = upload(ordered.order, scores.device)
         x, held = cohort.x[turn], {name: values[turn] for name, values in cohort.buffers.items()}
@@ -291,6 +301,16 @@ class Vector:
                 squares[alike] += gradient.double().square().sum(1)
         steps = upload(ordered.steps, squares.device)
         scores[upload(order[ordered.order], squares.device)] = squares / steps
+
+
+Rows = Sequence[tuple[Vector, Work, int]]  # the run that each client trains for, its Work and its place there
+
+
+def _there(clients: Rows) -> Iterator[np.ndarray]:
+    """Where each client's samples are; neighbours of one run are asked for together."""
+    for _, rows in groupby(clients, key=lambda row: id(row[0])):
+        group = list(rows)
+        yield from group[0][0].federation.positions([int(work.clients[k]) for _, work, k in group])
 
 
 class _Done(NamedTuple):

@@ -155,7 +155,7 @@ def measure(config: RunConfig) -> Speed:
             part, count = Holdout(test.x[:TESTED], test.y[:TESTED]), len(test.x)
             once = _timed(lambda: simulation.evaluator.measure(state.theta, state.buffers, part, "test"), device)
             tested = once / len(part.x)
-    return Speed(sample, tested, len(federation.index), count, setup.clients)
+    return Speed(sample, tested, int(federation.offsets[-1]), count, setup.clients)
 
 
 def _timed(action: Callable[[], object], device: torch.device) -> float:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fedloom.checkpoint import sync
+from fedloom.data.catalogue import find_dataset
+from fedloom.data.lazy import is_lazy
 from fedloom.data.load import load
 from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig, read_config
@@ -72,7 +74,9 @@ class Run:
         return pd.DataFrame(self.history)
 
     def federation(self) -> Federation:
-        """The data, dealt out as they were in the run."""
+        """The data, dealt out as they were in the run; a folder that stays on disk is dealt out by its files."""
+        if is_lazy(find_dataset(self.config.data)):
+            return load(**self.config.dealing)
         if not is_plain(self.folder / PARTITION, links=False):
             raise RunError(f"{self.folder} holds no {PARTITION}, which says who has which samples")
         return load(**{**self.config.dealing, "partition": self.folder / PARTITION})

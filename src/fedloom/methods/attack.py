@@ -95,6 +95,8 @@ class Attack(Update):
             return federation
         if federation.classes is None:
             raise MethodError("attack: label-flip needs class labels, and these targets are none; choose another kind")
+        if federation.shards is not None:
+            raise MethodError("attack: label-flip changes labels, but these stay on disk (lazy=True); leave lazy out")
         return _flip(federation, federation.classes, hostile_clients(setup, self.fraction))
 
     def intercept(self, state: State, work: Work, updates: Updates) -> tuple[State, Updates]:

@@ -37,7 +37,17 @@ class Natural(Partitioner):
         if pool.owner is None:
             raise DataError("natural: this data set has no clients of its own; choose another partition, as in iid")
         sizes = np.bincount(pool.owner, minlength=0 if pool.owners is None else len(pool.owners))
-        left = self._filter(pool.owner, pool.labels, sizes)
+        ones = None if self.max_rate is None else np.bincount(pool.owner[pool.labels == 1], minlength=len(sizes))
+        chosen, remarks = self.choose(sizes, ones, clients, rng)
+        index = _samples(pool.owner, chosen, sizes)
+        names = None if pool.owners is None else pool.owners[chosen]
+        return Deal(index, np.concatenate(([0], np.cumsum(sizes[chosen]))), names, tuple(remarks))
+
+    def choose(
+        self, sizes: np.ndarray, ones: np.ndarray | None, clients: int | None, rng: Generator
+    ) -> tuple[np.ndarray, list[str]]:
+        """The owners that take part, in order, by how many samples each has and how many of these have label 1."""
+        left = self._filter(sizes, ones)
         remarks = _left_out("by the filters", sizes, np.flatnonzero(sizes), left)
         if not len(left) or (clients or 0) > len(left):
             wanted = "" if clients is None else f", and {clients} clients were asked for"
@@ -45,18 +55,14 @@ class Natural(Partitioner):
                 f"natural: {len(left)} of the data set's {np.sum(sizes > 0)} clients pass the filters{wanted}"
             )
         chosen = left if clients is None else self._pick(left, sizes, clients, rng)
-        remarks += _left_out("because fewer clients were asked for", sizes, left, chosen)
-        index = _samples(pool.owner, chosen, sizes)
-        names = None if pool.owners is None else pool.owners[chosen]
-        return Deal(index, np.concatenate(([0], np.cumsum(sizes[chosen]))), names, tuple(remarks))
+        return chosen, remarks + _left_out("because fewer clients were asked for", sizes, left, chosen)
 
-    def _filter(self, owner: np.ndarray, labels: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def _filter(self, sizes: np.ndarray, ones: np.ndarray | None) -> np.ndarray:
         """The owners that stay, in order."""
         stays = sizes >= self.min_samples
         if self.max_samples is not None:
             stays &= sizes <= self.max_samples
-        if self.max_rate is not None:
-            ones = np.bincount(owner[labels == 1], minlength=len(sizes))
+        if self.max_rate is not None and ones is not None:
             stays &= ones <= self.max_rate * sizes
         return np.flatnonzero(stays)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.data.shards import Shards
 from fedloom.engines.ray.keeping import Keeping
 from fedloom.engines.ray.placement import homes, rounded, share_out
 from fedloom.engines.ray.pool import Lost, Member, Pool
@@ -57,6 +58,7 @@ class Ray:
         pool.run += 1
         self.number = pool.run
         self.data = pool.ray.put(data)
+        self.shards: Shards | None = data["shards"]
         with whole_classes(pool.ray, [*brief.model.modules(), brief.loss, *(p.stage for p in brief.clients)]):
             self.known = pool.ray.put(brief)
         self.serials = itertools.count()
@@ -185,7 +187,11 @@ class Ray:
             found = {n: [positions[i] for i in np.flatnonzero(at_home == n).tolist()] for n in numbers}
         else:
             costs = [float(steps) for steps in self._steps(work, positions)]
-            shares = share_out(costs, self._speeds(members))
+            near = None
+            if self.shards is not None:
+                at_home = homes(self.shards.file_of(clients), numbers)
+                near = [numbers.index(n) for n in at_home.tolist()]
+            shares = share_out(costs, self._speeds(members), near)
             found = {n: [positions[k] for k in share] for n, share in zip(numbers, shares, strict=True)}
         return {number: at for number, at in found.items() if at}
 

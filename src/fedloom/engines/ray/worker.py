@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.data.transforms import Preparation
 from fedloom.engines.choose import Engine, Wishes, choose_engine
 from fedloom.engines.ray.wire import Packed, pack, unpack
 from fedloom.federation import Federation
@@ -318,12 +317,14 @@ class _Said(logging.Handler):
 
 
 def data_of(federation: Federation) -> dict[str, Any]:
-    """A federation's training data, as they travel; what is held out stays with the server."""
+    """A federation's training data, as they travel; what is held out stays with the server, and what is on disk is
+    read by whoever trains it.
+    """
     tensors = {name: getattr(federation, name) for name in ("x", "y", "index", "offsets")}
-    return {**pack(tensors), "classes": federation.classes, "preparation": federation.preparation}
+    plain = ("classes", "preparation", "shards")
+    return {**pack(tensors), **{name: getattr(federation, name) for name in plain}}
 
 
 def federation_of(data: dict[str, Any]) -> Federation:
     tensors = {name: unpack(data[name]) for name in ("x", "y", "index", "offsets")}
-    preparation: Preparation = data["preparation"]
-    return Federation(**tensors, classes=data["classes"], preparation=preparation)
+    return Federation(**tensors, **{name: data[name] for name in ("classes", "preparation", "shards")})
