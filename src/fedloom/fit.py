@@ -16,6 +16,7 @@ from fedloom.task import Loss, Precision
 from fedloom.training import Callback, Result, Training
 
 
+@session()
 def fit(
     model: nn.Module,
     federation: Federation,
@@ -79,34 +80,33 @@ def fit(
     >>> [row["round"] for row in result.history]
     [1, 2]
     """
-    with session():
-        training = Training(
-            model,
-            federation,
-            method,
-            rounds=rounds,
-            clients_per_round=clients_per_round,
-            local=local or Local(),
-            loss=loss,
-            metric=metric,
-            eval_every=eval_every,
-            eval_between=eval_between,
-            patience=patience,
-            min_gain=min_gain,
-            engine=engine,
-            compile=compile,
-            max_memory=max_memory,
-            ray_address=ray_address,
-            actors=actors,
-            device=device,
-            precision=precision,
-            seed=seed,
-            availability=availability,
-            dropout_rate=dropout_rate,
-            checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            max_diverged=max_diverged,
-            diagnose=diagnose,
-        )
-        return training.run(callbacks)
+    training = Training(
+        model,
+        federation,
+        method,
+        rounds=rounds,
+        clients_per_round=clients_per_round,
+        local=local or Local(),
+        loss=loss,
+        metric=metric,
+        eval_every=eval_every,
+        eval_between=eval_between,
+        patience=patience,
+        min_gain=min_gain,
+        engine=engine,
+        compile=compile,
+        max_memory=max_memory,
+        ray_address=ray_address,
+        actors=actors,
+        device=device,
+        precision=precision,
+        seed=seed,
+        availability=availability,
+        dropout_rate=dropout_rate,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        max_diverged=max_diverged,
+        diagnose=diagnose,
+    )
+    return training.run(callbacks)

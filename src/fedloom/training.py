@@ -168,6 +168,17 @@ class Training:
         actors: int | None = None,
         **settings: Any,
     ) -> None:
+        self.arguments = {
+            "rounds": rounds,
+            "eval_every": eval_every,
+            "eval_between": eval_between,
+            "patience": patience,
+            "min_gain": min_gain,
+            "diagnose": diagnose,
+            "compile": compile,
+            "max_memory": max_memory,
+            **settings,
+        }  # to make the same run elsewhere
         if not isinstance(federation, Federation):
             raise ConfigError(f"federation must be a fl.Federation, not {type(federation).__name__}")
         rounds, eval_every, checkpoint_every = map(plain, (rounds, eval_every, checkpoint_every))
@@ -189,7 +200,7 @@ class Training:
                 raise ConfigError("patience needs validation data: clients or a set that is held out from training")
         if resume and checkpoint is None:
             raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
-        self.given = model
+        self.given, self.data = model, federation
         self.rounds, self.eval_every, self.checkpoint_every = rounds, eval_every, checkpoint_every
         self.eval_between, self.max_diverged = eval_between, max_diverged
         self.best = Best(patience, min_gain)
@@ -231,11 +242,7 @@ class Training:
         """
         if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
             raise ConfigError("callbacks must be a list of functions of one fl.Event")
-        if self.checkpoints is not None:
-            if not self.resumed and exist(self.checkpoints.folder):
-                folder = self.checkpoints.folder
-                raise RunError(f"{folder} holds checkpoints already; pass resume=True, or choose another folder")
-            self.checkpoints.begin()
+        self.prepare_folder()
         for remark in self.simulation.method.remarks:
             LOG.warning(remark)
         if self.simulation.chosen:
@@ -243,7 +250,7 @@ class Training:
         for cost in self.diagnosis.costs:
             LOG.info(cost)
         self.save()  # what can't be made again, such as the key of a noise, is on disk before anything follows from it
-        self._check_diverged()
+        self.check_diverged()
         stopped = "patience" if self.best.tired else "rounds"
         while self.state.round < self.rounds and stopped == "rounds":
             number = self.state.round + 1
@@ -253,10 +260,18 @@ class Training:
                 stopped = "callback"
             elif self.best.tired:
                 stopped = "patience"
-            if stopped != "rounds" or last or self._due():
+            if stopped != "rounds" or last or self.due(self.state.round):
                 self.save()
-            self._check_diverged()
+            self.check_diverged()
         return Result(self.state.theta, self.model(), self.history, stopped)
+
+    def prepare_folder(self) -> None:
+        """Make the folder of checkpoints, or refuse one that holds another run's."""
+        if self.checkpoints is not None:
+            if not self.resumed and exist(self.checkpoints.folder):
+                folder = self.checkpoints.folder
+                raise RunError(f"{folder} holds checkpoints already; pass resume=True, or choose another folder")
+            self.checkpoints.begin()
 
     def _call(self, callbacks: Sequence[Callback], outcome: Outcome) -> bool:
         """Tell every callback; True if one wants to stop."""
@@ -361,24 +376,28 @@ class Training:
         self.simulation.setup.space.load(deployable, theta, buffers)
         return deployable
 
-    def _due(self) -> bool:
+    def due(self, round: int) -> bool:
         """Is it time for a checkpoint? Many large memories take long to write: time counts, not rounds."""
         if self.checkpoint_every is not None:
-            return self.state.round % self.checkpoint_every == 0
+            return round % self.checkpoint_every == 0
         return time.monotonic() - self.saved >= BETWEEN_CHECKPOINTS
 
     def save(self) -> None:
         """Put the state after the last whole round on disk."""
         if self.checkpoints is None:
             return
-        best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
-        notes = {"score": self.best.score, "waited": self.best.waited}
-        saved = Saved(self.state, self.history, best, notes, self.diagnosis.tensors(self.state.round))
         with undisturbed():
-            self.checkpoints.save(saved, self.simulation.population.memory)
+            self.checkpoints.save(self.snapshot(), self.simulation.population.memory)
         self.saved = time.monotonic()
 
-    def _check_diverged(self) -> None:
+    def snapshot(self) -> Saved:
+        """The state after the last whole round, but for what clients remember."""
+        best = {} if self.best.theta is None else {"theta": self.best.theta, **_nested(self.best.buffers)}
+        notes = {"score": self.best.score, "waited": self.best.waited}
+        round = self.state.round
+        return Saved(self.state, self.history[:round], best, notes, self.diagnosis.tensors(round))
+
+    def check_diverged(self) -> None:
         """End a run in which too many clients diverged; what was learned without them can be resumed."""
         if self.max_diverged is None:
             return
@@ -409,13 +428,18 @@ class Training:
         if round > self.rounds:
             raise RunError(f"{folder} is at round {round} already; rounds={self.rounds} is too few")
         try:
-            self.state = _placed(saved.state, self.state, setup.device)
+            self.take_up(saved)
             for key, memory in self.simulation.population.memory.items():
                 memory.restore(checkpoints.remembered(key))
-            self.diagnosis.restore(saved.diagnosis, round, setup.device)
-            self.best.score, self.best.waited = saved.notes["score"], int(saved.notes["waited"])
         except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             raise RunError(f"the checkpoint of round {round} in {folder} is not one of this run: {error}") from None
+
+    def take_up(self, saved: Saved) -> None:
+        """Go on from where a run has come; what its clients remember is not part of it."""
+        device = self.simulation.setup.device
+        self.state = _placed(saved.state, self.state, device)
+        self.diagnosis.restore(saved.diagnosis, saved.state.round, device)
+        self.best.score, self.best.waited = saved.notes["score"], int(saved.notes["waited"])
         self.history = saved.history
         if saved.best and self.best.patience is not None:
             self.best.theta = saved.best["theta"]

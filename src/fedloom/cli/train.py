@@ -138,7 +138,7 @@ def reproduce(
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Works per client slot.", show_default="as in the paper")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    engine: Annotated[str, typer.Option(help="auto, loop or vector.")] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, loop, vector or ray.")] = "auto",
     data_dir: DataDir = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for runs and results; what it holds is reused.")] = Path(
         "runs/reproduce"

@@ -13,13 +13,15 @@ from typing import Any
 
 from rich.console import Console
 
+from fedloom.engines.ray import session
+from fedloom.engines.ray.pool import Pool
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, RunError
 from fedloom.evaluate import METRICS
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, Run, claim, is_finished, write_text
 from fedloom.experiment.progress import Watch
-from fedloom.experiment.run import Job, load_data, prepare_run, start_runs
+from fedloom.experiment.run import Job, alone, load_data, prepare_run, start_runs, workers_for
 from fedloom.experiment.statistics import Paired, compare_all
 from fedloom.experiment.track import tracked
 from fedloom.method import Method
@@ -107,6 +109,7 @@ def rounds_for(method: Method, config: RunConfig, clients: int) -> int:
     return rounds
 
 
+@session()
 def compare(
     config: RunConfig,
     methods: Sequence[str],
@@ -122,7 +125,8 @@ def compare(
 ) -> Comparison:
     """Run every method with every seed; finished runs are read back under `resume`. Seed s also deals out the data
     and draws the starting model, the same for all methods. In `lockstep`, runs that the vector engine trains share
-    their cohorts. `track` names the trackers that hear of every round.
+    their cohorts. On a cluster each run is played by one worker, if there are enough of them. `track` names the
+    trackers that hear of every round.
     """
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1, not {seeds}")
@@ -137,6 +141,8 @@ def compare(
     if federation.test is None:
         raise ConfigError("there is no test set to compare on; hold clients out with --fold 0, or leave out --pooled")
     clients = len(federation)
+    pool = workers_for(config, len(texts) * seeds)
+    asked, config = config, config if pool is None else alone(config)
     plans = [replace(config, method=text, rounds=rounds_for(Method(text), config, clients)) for text in texts]
     if (folder / CONFIG).is_file():
         raise RunError(f"{folder} holds a run; choose another --out")
@@ -155,7 +161,7 @@ def compare(
                 vector &= isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
     total = sum(plan.rounds for plan in plans) * seeds
     with claim(folder, overwrite, resume), Watch(total, console) as progress, ExitStack() as trackers:
-        write_text(folder / COMPARISON, _described(config, texts, seeds, target))
+        write_text(folder / COMPARISON, _described(asked, texts, seeds, target))
         jobs = []
         for plan, planned in runs_of.items():
             for seeded, where in planned:
@@ -164,23 +170,23 @@ def compare(
                 label = f"{plan.method} seed {seeded.seed}"
                 tell = trackers.enter_context(tracked(track, where, asdict(seeded), title=label, resume=resume))
                 jobs.append(Job(seeded, where, [progress.callback(label, config.metric), *tell]))
-        at_once = TOGETHER if lockstep and vector else 1
-        runs = _run_all([jobs[i : i + at_once] for i in range(0, len(jobs), at_once)], resume)
+        at_once = TOGETHER if pool is not None or (lockstep and vector) else 1
+        runs = _run_all([jobs[i : i + at_once] for i in range(0, len(jobs), at_once)], resume, pool)
         rows = [Row(plan.method, runs[i * seeds : (i + 1) * seeds], config.metric) for i, plan in enumerate(plans)]
     goal = target
     if target is None and math.isfinite(rows[0].mean):
         goal = BASELINE_SHARE * rows[0].mean
     rows = [replace(row, target=goal, gain=gain) for row, gain in zip(rows, gains(rows), strict=True)]
-    return Comparison(folder, config, rows, goal, seeds)
+    return Comparison(folder, asked, rows, goal, seeds)
 
 
-def _run_all(portions: Sequence[Sequence[Job]], resume: bool) -> list[Run]:
+def _run_all(portions: Sequence[Sequence[Job]], resume: bool, pool: Pool | None) -> list[Run]:
     """One portion after the other; a run in which too many clients diverged does not keep the rest from theirs."""
     runs: list[Run] = []
     diverged: list[Diverged] = []
     for i, portion in enumerate(portions):
         try:
-            runs += start_runs(portion, resume=resume)
+            runs += start_runs(portion, resume=resume, pool=pool)
         except Diverged as error:
             diverged.append(error)
             if i + 1 < len(portions):

@@ -19,6 +19,7 @@ from rich.console import Console
 from fedloom.data.split import FOLDS
 from fedloom.diagnose.skew import worst_cohort
 from fedloom.engines.choose import Wishes
+from fedloom.engines.ray import session
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.experiment.compare import TOGETHER, rounds_for, slug
@@ -28,7 +29,7 @@ from fedloom.experiment.findings import Cell, Reproduction
 from fedloom.experiment.folder import InUse, Run, is_finished, load_run
 from fedloom.experiment.progress import Watch
 from fedloom.experiment.recipe import SCALES, Case, Recipe
-from fedloom.experiment.run import Job, load_data, prepare_run, start_runs
+from fedloom.experiment.run import Job, alone, load_data, prepare_run, start_runs, workers_for
 from fedloom.method import Method
 from fedloom.simulation import cohort_size, find_device
 
@@ -58,6 +59,7 @@ def scaled(recipe: Recipe, case: Case, scale: str, rounds: int | None = None) ->
     return config if rounds is None else config.change({"rounds": rounds})
 
 
+@session()
 def reproduce(
     recipe: Recipe,
     out: Path,
@@ -178,6 +180,9 @@ def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
     """Finish all of them; why those that fail did not."""
     problems: dict[Path, str] = {}
     ready: list[Job] = []
+    pool = workers_for(jobs[0].config, len(jobs)) if jobs else None
+    if pool is not None:
+        jobs = [job._replace(config=alone(job.config)) for job in jobs]
     tried: dict[Path, str] = {}
     vector = True
     for job in jobs:
@@ -189,7 +194,7 @@ def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
             problems[job.folder] = tried[kind]
         else:
             ready.append(job)
-    at_once = TOGETHER if vector else 1
+    at_once = TOGETHER if vector or pool is not None else 1
     with Watch(sum(job.config.rounds for job in ready), console) as watch:
         told = [
             job._replace(callbacks=[watch.callback(f"{job.config.method} seed {job.config.seed}", job.config.metric)])
@@ -197,7 +202,7 @@ def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
         ]
         for i in range(0, len(told), at_once):
             try:
-                start_runs(told[i : i + at_once], resume=True)
+                start_runs(told[i : i + at_once], resume=True, pool=pool)
             except InUse:
                 raise
             except FedloomError as error:

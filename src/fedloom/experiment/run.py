@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from fedloom.data.load import load
+from fedloom.engines.choose import Wishes
 from fedloom.engines.ray import session
+from fedloom.engines.ray.pool import Pool, pool_for
+from fedloom.engines.ray.whole import run_apart
 from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import (
@@ -96,13 +99,11 @@ class Job(NamedTuple):
     callbacks: Sequence[Callback] = ()
 
 
-def start_runs(jobs: Sequence[Job], *, overwrite: bool = False, resume: bool = False) -> list[Run]:
-    """Several runs in lockstep, each into its own folder."""
-    with session():
-        return _start_runs(jobs, overwrite, resume)
-
-
-def _start_runs(jobs: Sequence[Job], overwrite: bool, resume: bool) -> list[Run]:
+@session()
+def start_runs(
+    jobs: Sequence[Job], *, overwrite: bool = False, resume: bool = False, pool: Pool | None = None
+) -> list[Run]:
+    """Several runs, each into its own folder: in lockstep, or at the workers of a pool."""
     configs = [job.config.settled() for job in jobs]
     room: list[Room] = []  # for what the clients of all runs remember
     ready = []
@@ -128,7 +129,9 @@ def _start_runs(jobs: Sequence[Job], overwrite: bool, resume: bool) -> list[Run]
             write_model(jobs[i].folder / MODEL, result.model, len(result.history))
             done[i] = Run(jobs[i].folder, begun[i][2], [json.loads(json_line(row)) for row in result.history])
 
-        if len(trainings) == 1:
+        if pool is not None and trainings:
+            run_apart(pool, trainings, callbacks, finished)
+        elif len(trainings) == 1:
             finished(0, trainings[0].run(callbacks[0]))
         elif trainings:
             run_together(trainings, callbacks, finished)
@@ -178,6 +181,23 @@ def prepare_run(
     federation = load_data(**config.dealing)
     saving = {"checkpoint": folder / CHECKPOINT, "checkpoint_every": config.checkpoint_every, "resume": resume}
     return make_training(config, federation, room=room, **saving), federation
+
+
+def workers_for(config: RunConfig, runs: int) -> Pool | None:
+    """The workers at which so many runs are played, one each; None: there is no cluster, or there are fewer runs than
+    workers, so that it is faster to split their cohorts.
+    """
+    wishes = Wishes(config.engine, ray_address=config.ray_address, actors=config.actors)
+    if not wishes.on_ray:
+        return None
+    pool = pool_for(wishes.ray_address, wishes.actors, gpus=not config.device.startswith("cpu"))
+    return pool if runs >= max(2, len(pool.alive())) else None
+
+
+def alone(config: RunConfig) -> RunConfig:
+    """The same run for one worker: with the engine that would train its share."""
+    local = {"ray": "auto"}.get(config.engine, config.engine.removeprefix("ray-"))
+    return replace(config, engine=local, ray_address=None, actors=None)
 
 
 def make_training(config: RunConfig, federation: Federation, **more: Any) -> Training:

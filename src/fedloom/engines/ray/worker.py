@@ -45,6 +45,8 @@ class Worker:
         torch.set_num_threads(cores)
         self.cores = cores
         self.runs: dict[int, _Run] = {}
+        self.whole: dict[int, Any] = {}  # runs that are played here from beginning to end
+        self.refused: dict[int, Exception] = {}
         self.said = _Said()
         logging.getLogger("fedloom").addHandler(self.said)
 
@@ -123,6 +125,30 @@ class Worker:
         for memory in self.runs[number].population.kept.values():
             memory.forget(clients)
         return True
+
+    def open(self, place: int, known: dict[str, Any], data: dict[str, Any]) -> None:
+        """A whole run begins here, or goes on."""
+        from fedloom.engines.ray.whole import Playing
+
+        torch.set_num_threads(self.cores)
+        try:
+            self.whole[place] = Playing(known["arguments"], data, known["saved"])
+        except Exception as error:  # told when the run is to be played
+            self.refused[place] = error
+
+    def play(self, place: int, seconds: float, state: bool) -> dict[str, Any]:
+        if place in self.refused:
+            raise self.refused.pop(place)
+        playing: dict[str, Any] = self.whole[place].play(seconds, state)
+        return playing
+
+    def state(self, place: int) -> dict[str, Any]:
+        state: dict[str, Any] = self.whole[place].state()
+        return state
+
+    def close(self, place: int) -> None:
+        if place in self.whole:
+            self.whole.pop(place).close()
 
     def settle(self, number: int) -> None:
         """A round is over."""

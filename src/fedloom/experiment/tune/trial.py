@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from fedloom.engines.ray.pool import Pool
+from fedloom.engines.ray.whole import run_apart
 from fedloom.errors import FedloomError
 from fedloom.experiment.config import RunConfig
-from fedloom.experiment.run import make_training
+from fedloom.experiment.run import alone, make_training
 from fedloom.experiment.tune.objective import Objective, Score
 from fedloom.federation import Federation
 from fedloom.lockstep import run_together
@@ -73,14 +75,18 @@ def try_out(
     *,
     watch: Callable[[Candidate], Callback],
     finished: Callable[[Candidate], None],
+    pool: Pool | None = None,
 ) -> None:
-    """Train all runs of all candidates in lockstep; `finished` is told of each as soon as its last run has ended."""
+    """Train all runs of all candidates in lockstep, or at the workers of a pool; `finished` is told of each as soon as
+    its last run has ended.
+    """
     trainings: list[Training] = []
     callbacks: list[list[Callback]] = []
     owners: list[Candidate] = []
     for candidate in candidates:
         room = trainings[0].simulation.population.room if trainings else None
-        made = [] if candidate.state == "refused" else _trainings(candidate, federations, room)
+        on_workers = pool is not None
+        made = [] if candidate.state == "refused" else _trainings(candidate, federations, room, on_workers)
         if not made:
             finished(candidate)
         for training in made:
@@ -97,18 +103,23 @@ def try_out(
         if not left[owner.number]:
             finished(owner)
 
-    if len(trainings) == 1:
+    if pool is not None and trainings:
+        run_apart(pool, trainings, callbacks, ended, in_step=True)
+    elif len(trainings) == 1:
         ended(0, trainings[0].run(callbacks[0]))
     elif trainings:
         run_together(trainings, callbacks, ended)
 
 
-def _trainings(candidate: Candidate, federations: Mapping[Part, Federation], room: Room | None) -> list[Training]:
+def _trainings(
+    candidate: Candidate, federations: Mapping[Part, Federation], room: Room | None, on_workers: bool
+) -> list[Training]:
     """The runs of a candidate; none where its values are refused, which is no reason to end the study."""
     made: list[Training] = []
+    config = alone(candidate.config) if on_workers else candidate.config
     try:
         for (seed, _), federation in federations.items():
-            made.append(make_training(replace(candidate.config, seed=seed), federation, room=room))
+            made.append(make_training(replace(config, seed=seed), federation, room=room))
             room = room or made[0].simulation.population.room
     except FedloomError as error:
         candidate.state, candidate.note = "refused", str(error)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 import yaml
 from rich.console import Console
 
+from fedloom.engines.ray import session
+from fedloom.engines.ray.pool import Pool
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, FedloomError, RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, claim, write_text
 from fedloom.experiment.progress import Watch
-from fedloom.experiment.run import make_training
+from fedloom.experiment.run import alone, make_training, workers_for
 from fedloom.experiment.tune.objective import blocks, without_test
 from fedloom.experiment.tune.outcome import Row, Tuning, write_files
 from fedloom.experiment.tune.plan import Plan, read_plan
@@ -31,6 +33,7 @@ TOGETHER = 8  # trials of a batch where the vector engine trains
 RUNS = 32  # that are in memory at once
 
 
+@session()
 def tune(
     config: RunConfig,
     methods: Sequence[str],
@@ -53,7 +56,8 @@ def tune(
 
     `grid` lays a paper's own grid over the methods: fedglad, radfed or adabest. `objective` is "train-loss" (mean over
     the first 20% of the rounds), "validation" (the metric on held-out clients) or "folds" (its mean over validation
-    blocks); a trial's value is the mean over `seeds`. `together` trials are drawn at once and trained in lockstep.
+    blocks); a trial's value is the mean over `seeds`. `together` trials are drawn at once and trained in lockstep, or
+    each by a worker of a cluster.
     """
     need_optuna()
     folder = Path(folder)
@@ -76,7 +80,8 @@ def tune(
     going_on = resume and (folder / STUDY).is_file()
     if together is None and going_on:
         together = int(read_plan(folder)["together"])
-    plan = replace(plan, together=_together(plan, federations, together))
+    pool = workers_for(plan.config, plan.trials * len(federations))
+    plan = replace(plan, together=_together(plan, federations, together, pool))
     for kind, name in (("run", CONFIG), ("comparison", COMPARISON)):
         if (folder / name).is_file():
             raise RunError(f"{folder} holds a {kind}; choose another --out")
@@ -84,23 +89,28 @@ def tune(
         plan.continues(folder)
     with claim(folder, overwrite, resume):
         write_text(folder / STUDY, yaml.safe_dump(plan.data, sort_keys=False))
-        return _played(plan, federations, folder, console or Console(quiet=True))
+        return _played(plan, federations, folder, console or Console(quiet=True), pool)
 
 
-def _together(plan: Plan, federations: dict[Part, Federation], wish: int | None) -> int:
+def _together(plan: Plan, federations: dict[Part, Federation], wish: int | None, pool: Pool | None) -> int:
     """How many trials make a batch. Making the first run of each method also raises whatever is wrong with it."""
     (seed, _), federation = next(iter(federations.items()))
     vector = True
     for template in plan.templates:
         first = {name: search.values[0] for name, search in template.searches.items()}
-        probe = make_training(replace(plan.at(template, first, len(federation)), seed=seed), federation)
+        config = replace(plan.at(template, first, len(federation)), seed=seed)
+        probe = make_training(config if pool is None else alone(config), federation)
         vector &= isinstance(probe.simulation.engine, Vector)
     if wish is not None and wish < 1:
         raise ConfigError(f"together must be at least 1, not {wish}")
+    if pool is not None:
+        return wish or -(-len(pool.alive()) // len(federations))
     return wish or (max(1, min(TOGETHER, RUNS // len(federations))) if vector else 1)
 
 
-def _played(plan: Plan, federations: dict[Part, Federation], folder: Path, console: Console) -> Tuning:
+def _played(
+    plan: Plan, federations: dict[Part, Federation], folder: Path, console: Console, pool: Pool | None
+) -> Tuning:
     storage = open_storage(folder)
     minimise = plan.objective == "train-loss"
     every = [
@@ -113,7 +123,7 @@ def _played(plan: Plan, federations: dict[Part, Federation], folder: Path, conso
     if not left:
         console.print(f"{folder} holds a finished study: nothing is left to do", soft_wrap=True, highlight=False)
     with Watch(left * plan.config.rounds * len(federations), console) as watch, _quiet():
-        progress = Progress(watch, console, plan, len(federations))
+        progress = Progress(watch, console, plan, len(federations), pool)
         for trials in every:
             for first in range(0, trials.count, plan.together):
                 candidates = _batch(plan, trials, first, federations)
@@ -147,8 +157,8 @@ def _candidate(plan: Plan, trials: Trials, number: int, asked: "Trial", clients:
 class Progress:
     """Tells how the rounds come along, and what became of each trial."""
 
-    def __init__(self, watch: Watch, console: Console, plan: Plan, runs: int) -> None:
-        self.watch, self.console, self.plan, self.runs = watch, console, plan, runs
+    def __init__(self, watch: Watch, console: Console, plan: Plan, runs: int, pool: Pool | None) -> None:
+        self.watch, self.console, self.plan, self.runs, self.pool = watch, console, plan, runs, pool
         self.played: dict[Candidate, int] = {}
 
     def batch(self, trials: Trials, candidates: list[Candidate], federations: dict[Part, Federation]) -> None:
@@ -161,7 +171,7 @@ class Progress:
             self.watch.skip(candidate.config.rounds * self.runs - self.played.pop(candidate))
             self.console.print(self._line(candidate, trials), highlight=False, markup=False, soft_wrap=True)
 
-        try_out(candidates, federations, watch=self._callback, finished=finished)
+        try_out(candidates, federations, watch=self._callback, finished=finished, pool=self.pool)
 
     def _callback(self, candidate: Candidate) -> Callback:
         show = self.watch.callback(f"trial {candidate.number + 1}: {candidate.config.method}", candidate.config.metric)
