@@ -31,6 +31,7 @@ from fedloom.population import Population
 from fedloom.round import RunState
 from fedloom.stopping import Terminated, seconds_of, terminable, undisturbed, within
 from fedloom.training import Training
+from tests.command_line import ENV, fedloom, fedloom_alone
 from tests.engines.test_vector import dense, federation
 
 P = 200
@@ -173,12 +174,12 @@ def damaged(two: tuple[Path, dict[int, Tensor]], path: Path, content: bytes) -> 
     return run.state.round
 
 
-def test_every_truncation_of_a_manifest(two: tuple[Path, dict[int, Tensor]], caplog: pytest.LogCaptureFixture) -> None:
+def test_truncations_of_a_manifest(two: tuple[Path, dict[int, Tensor]], caplog: pytest.LogCaptureFixture) -> None:
     folder, models = two
     path, identity = folder / "round-00000006" / MANIFEST, played(folder).identity
     whole = path.read_bytes()
     try:
-        for length in range(len(whole)):
+        for length in [*range(100), *range(100, len(whole) - 20, 7), *range(len(whole) - 20, len(whole))]:
             path.write_bytes(whole[:length])
             caplog.clear()
             saved = Checkpoints(folder, identity).load(CPU)
@@ -615,20 +616,14 @@ def test_many_diverged_are_not_all_named(caplog: pytest.LogCaptureFixture) -> No
 # A disk that fails
 # ---------------------------------------------------------------------------------------------------------------------
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-RUN = ["--clients", "8", "--per-round", "4", "--model", "mlp(hidden=[500])", "--method", "scaffold"]
+RUN = ["run", "--clients", "8", "--per-round", "4", "--model", "mlp(hidden=[500])", "--method", "scaffold"]
 RUN += ["--checkpoint-every", "1"]
-
-
-def fedloom(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedloom", "run", *RUN, *arguments]
-    return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=120, **how)
 
 
 @pytest.fixture(scope="module")
 def whole_model(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("whole") / "r"
-    done = fedloom("--rounds", "6", "--out", str(folder))
+    done = fedloom(*RUN, "--rounds", "6", "--out", str(folder))
     assert done.returncode == 0, done.stderr
     return (folder / "model.safetensors").read_bytes()
 
@@ -637,21 +632,21 @@ def whole_model(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_file_that_may_not_grow(tmp_path: Path, whole_model: bytes) -> None:
     """Files may have 20 kB from round 4 on: the tensors do not fit."""
     folder = tmp_path / "r"
-    assert fedloom("--rounds", "3", "--out", str(folder)).returncode == 0
+    assert fedloom(*RUN, "--rounds", "3", "--out", str(folder)).returncode == 0
     (folder / "model.safetensors").unlink()  # as if it had been stopped before the end
     before = {path: path.read_bytes() for path in (folder / "checkpoint").glob("**/*") if path.is_file()}
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    failed = fedloom("--rounds", "6", "--out", str(folder), "--resume", preexec_fn=limited)
+    failed = fedloom_alone(*RUN, "--rounds", "6", "--out", str(folder), "--resume", preexec_fn=limited)
     assert failed.returncode == 2
     assert "Traceback" not in failed.stderr
     assert "the checkpoint of round 4 can't be written to" in failed.stderr
     assert "File too large" in failed.stderr
     assert "the last one, of round 3, is whole" in failed.stderr
     assert {path: path.read_bytes() for path in (folder / "checkpoint").glob("**/*") if path.is_file()} == before
-    done = fedloom("--rounds", "6", "--out", str(folder), "--resume")
+    done = fedloom(*RUN, "--rounds", "6", "--out", str(folder), "--resume")
     assert done.returncode == 0, done.stderr
     assert (folder / "model.safetensors").read_bytes() == whole_model
 
@@ -669,14 +664,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_disk(small_disk: Path, whole_model: bytes) -> None:
     folder = small_disk / "r"
-    failed = fedloom("--rounds", "6", "--out", str(folder))
+    failed = fedloom(*RUN, "--rounds", "6", "--out", str(folder))
     assert failed.returncode == 2
     assert "Traceback" not in failed.stderr
     assert "No space left on device" in failed.stderr
     assert "is whole: resume from it" in failed.stderr
     assert not [*(folder / "checkpoint").glob("**/.*.part")]
     subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
-    done = fedloom("--rounds", "6", "--out", str(folder), "--resume")
+    done = fedloom(*RUN, "--rounds", "6", "--out", str(folder), "--resume")
     assert done.returncode == 0, done.stderr
     assert (folder / "model.safetensors").read_bytes() == whole_model
 

@@ -1,7 +1,6 @@
 """Real runs are killed at random moments, also while they write a checkpoint, and resumed: the end is the same."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -16,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+from tests.command_line import ENV, fedloom, fedloom_alone
+
 ROUNDS = 12
 SETTINGS = [
     "--clients",
@@ -35,28 +35,31 @@ METHODS = {
     "travelling": "radfed(redistributions=2)+scaffold+importance",
     "queue": "fedasync(staleness=poly, max_staleness=5)+2dlrd(window=3)",
 }
-FAST = {0, 1, 2}  # of the thirty; the others take minutes
+FAST = {0, 1}  # of the thirty, in a write and outside of one; the others take minutes
 TRIALS = [pytest.param(seed, id=str(seed), marks=[] if seed in FAST else [pytest.mark.long]) for seed in range(30)]
 
 
 @dataclass
 class Run:
-    """`fedloom run` in a process of its own."""
+    """`fedloom run`, which may be killed in a process of its own, and finished in this one, which has started."""
 
     folder: Path
     kind: str
     every: int  # rounds between checkpoints
 
-    def start(self, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "fedloom", "run", *SETTINGS, "--method", METHODS[self.kind]]
-        command += ["--rounds", str(ROUNDS), "--checkpoint-every", str(self.every), "--out", str(self.folder), *more]
+    @property
+    def arguments(self) -> list[str]:
+        settings = ["run", *SETTINGS, "--method", METHODS[self.kind], "--rounds", str(ROUNDS)]
+        return [*settings, "--checkpoint-every", str(self.every), "--out", str(self.folder)]
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "fedloom", *self.arguments]
         return subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def finish(self, *more: str) -> str:
-        process = self.start(*more)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        return out + err
+    def finish(self, *more: str, by: Callable[..., subprocess.CompletedProcess[str]] = fedloom) -> str:
+        done = by(*self.arguments, *more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
 
     @property
     def rounds(self) -> int:
@@ -139,7 +142,7 @@ def test_told_to_stop_it_saves_the_last_whole_round(
     assert process.returncode == 130
     assert err.splitlines()[-1] == "fedloom: terminated; continue with --resume"
     done = run.rounds
-    said = run.finish("--resume")
+    said = run.finish("--resume", by=fedloom_alone)
     assert f"round {done}/" not in said  # no round is played twice
     assert_same(run, undisturbed(kind))
 

@@ -1,12 +1,12 @@
-"""The command line as a user meets it: real processes, exit codes, one sentence on stderr."""
+"""The command line as a user meets it: exit codes, one sentence on stderr, real processes where it is about those."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +19,13 @@ import fedloom as fl
 from fedloom.cli import main
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.run import start_run
+from tests.command_line import ENV, fedloom, fedloom_alone
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 SMALL = ["--clients", "10", "--per-round", "4", "--model", "logistic", "--rounds", "4"]
 
 
-def fedloom(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from fedloom.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=120)
-
-
 def test_run_leaves_a_whole_folder(tmp_path: Path) -> None:
-    done = fedloom("run", *SMALL, "--method", "fedprox(mu=0.1)+fedadam", "--out", "r", cwd=tmp_path)
+    done = fedloom_alone("run", *SMALL, "--method", "fedprox(mu=0.1)+fedadam", "--out", "r", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "r"
     found = {p.name for p in folder.iterdir()}
@@ -238,6 +233,7 @@ def test_one_run_per_folder_at_a_time(tmp_path: Path) -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not (tmp_path / "r/metrics.jsonl").exists():
             time.sleep(0.01)
+        assert (tmp_path / "r/metrics.jsonl").exists()  # else the second would be the first, and run for long
         for how in ("--resume", "--overwrite"):
             second = fedloom("run", "--rounds", "9999", "--out", "r", how, cwd=tmp_path)
             assert second.returncode == 2
@@ -287,10 +283,21 @@ def test_method_as_a_list_in_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["methods"], ["data"], ["models"], ["data", "digits"], ["--help"], ["run", "--help"], []]
+    ("start", "arguments"),
+    [
+        (fedloom_alone, ["data", "digits"]),
+        (fedloom, ["methods"]),
+        (fedloom, ["data"]),
+        (fedloom, ["models"]),
+        (fedloom, ["--help"]),
+        (fedloom, ["run", "--help"]),
+        (fedloom, []),
+    ],
 )
-def test_lists_and_help(arguments: list[str], tmp_path: Path) -> None:
-    done = fedloom(*arguments, cwd=tmp_path)
+def test_lists_and_help(
+    start: Callable[..., subprocess.CompletedProcess[str]], arguments: list[str], tmp_path: Path
+) -> None:
+    done = start(*arguments, cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr == ""
     assert len(done.stdout) > 100

@@ -31,6 +31,8 @@ QUIET = Console(quiet=True)
 # Scores that two rounds can't have: of a later round, of an accuracy that is not reached, of two points.
 POOR = {"accuracy", "f1", "auc"}  # relative to nothing at all
 LONGER = {"drop", "to_30", "to_70", "correlation", "switched"}
+REPEATED = {"fedglad-table7", "fedglad-fig6", "fedglad-fig7"}  # data, models and methods of fedglad-table1
+SMOKE = [pytest.param(name, marks=[pytest.mark.long] if name in REPEATED else []) for name in recipe_names()]
 DATA = Path(os.environ.get("FEDLOOM_DATA") or "nowhere")
 SMALL = """\
 title: A small table
@@ -83,7 +85,7 @@ def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not (DATA / "mnist.npz").is_file(), reason="needs real data in FEDLOOM_DATA (see docs/data.md)")
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", SMOKE)
 def test_every_recipe_runs(name: str, shared_runs: Path) -> None:
     recipe = find_recipe(name)
     found = reproduce(recipe, shared_runs, console=QUIET, scale="smoke")

@@ -298,7 +298,7 @@ def test_mixing_refuses(alpha: float) -> None:
 @pytest.mark.parametrize("per_round", [1, 2, 5])
 def test_as_many_at_work_as_in_a_synchronous_round(per_round: int) -> None:
     """Without max_staleness: every update was at work from the model that it started from until it arrived."""
-    run = run_one_by_one("fedasync", clients_per_round=per_round, rounds=1000, local={"lr": 0.0, "batch_size": None})
+    run = run_one_by_one("fedasync", clients_per_round=per_round, rounds=400, local={"lr": 0.0, "batch_size": None})
     stale = [int(u) for u in run.column("fedasync.staleness")]
     at_work = np.zeros(len(stale))
     for arrived, u in enumerate(stale, 1):

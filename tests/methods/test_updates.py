@@ -23,7 +23,7 @@ from tests.methods import server_reference
 from tests.methods.server_reference import Dgt, Krum, Recipe, Seen, TwoLayers, cosine, krum_scores, plain_answers
 from tests.reference import Array, Client
 
-ROUNDS = 25
+ROUNDS = 15  # every cohort at least twice
 TOLERANCE = 1e-9
 MODEL = TwoLayers(features=3, hidden=3)
 SIZES = (5, 12, 23, 9, 16, 7)

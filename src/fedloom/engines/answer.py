@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedloom.engines.step import step_norm
 from fedloom.local import Local
-from fedloom.rows import Rows
+from fedloom.rows import Rows, finite_rows
 from fedloom.space import Buffers
 from fedloom.stages import Setup, State, Updates, Work
 
@@ -50,7 +50,7 @@ def _finite(rows: Tensor, before: Buffers, after: Buffers, losses: Tensor) -> tu
     if not len(rows):
         return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
     loss = losses.double()
-    finite = torch.isfinite(rows).all(1) & torch.isfinite(loss)
+    finite = finite_rows(rows) & torch.isfinite(loss)
     for name, values in after.items():  # an attention mask holds infinities from the start
         spoilt = torch.isfinite(before[name]) & ~torch.isfinite(values)
         finite &= ~spoilt.reshape(len(rows), -1).any(1)

@@ -36,6 +36,7 @@ def test_by_classes(covertype: Pool) -> None:
     assert sorted(deal.index.tolist()) == list(range(492_000))
 
 
+@pytest.mark.long
 def test_by_classes_and_features(covertype: Pool) -> None:
     start = time.perf_counter()
     deal = partition("quadratic(theta=0.1)", covertype, 100, 0)

@@ -284,12 +284,13 @@ class Ray:
 
     def total(self, asked: Asked, weights: Tensor, grid: float) -> Tensor:
         def call(member: Member, part: Asked, places: Tensor) -> Any:
-            return member.handle.total.remote(self.number, part, pack(weights[places]), grid)
+            alone = len(places) == len(asked.at)
+            return member.handle.total.remote(self.number, part, pack(weights[places]), grid, alone)
 
         if not len(asked.at):
             return torch.zeros(self.setup.space.size, dtype=torch.float64)
         found = self._ask(asked, call, self._tree)
-        self.moved += self.setup.space.size * 8 * len(found)
+        self.moved += sum(size_of(part) for _, part in found)
         total: Tensor = unpack(found[0][1], own=True)
         for _, part in found[1:]:
             total += unpack(part)

@@ -5,7 +5,7 @@ and remembers what its clients know.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from fedloom.rows import Rows
 from fedloom.simulation import ONE_THREAD_BELOW
 from fedloom.stages import Client, Setup, Updates, Work
 from fedloom.task import Loss, Precision, Task, takes_channels_last
+
+NEAR = 1 << 16  # numbers that are worked on at once
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,13 @@ class Worker:
         reply |= {"seconds": time.perf_counter() - began, "said": self.said.taken()}
         return reply, rows, run.written(common["w"], reply.pop("remembered"))
 
-    def total(self, number: int, asked: "Asked", weights: Packed, grid: float) -> Packed:
+    def total(self, number: int, asked: "Asked", weights: Packed, grid: float, alone: bool) -> Packed:
         """The weighted sum of some rows, each term rounded to a grid so coarse that sums of terms are exact: whoever
-        adds them up, in whatever order, gets the same bits.
+        adds them up, in whatever order, gets the same bits. A sum that is `alone` needs no more than the model's bits.
         """
-        total = None
-        for row, weight in zip(self.runs[number].rows(asked), unpack(weights).tolist(), strict=True):
-            term = (row.matrix[0].double() * weight).add_(grid).sub_(grid)
-            total = term if total is None else total.add_(term)
-        packed: Packed = pack(total)
+        run = self.runs[number]
+        total = exact_sum(run.matrices(asked), unpack(weights).to(run.device), grid)
+        packed: Packed = pack(total.to(run.setup.space.dtype) if alone else total)
         return packed
 
     def add(self, *parts: Packed) -> Packed:
@@ -221,12 +221,8 @@ class _Run:
 
     def _reply(self, updates: Updates, commit: bool) -> dict[str, Any]:
         """What the server must know of each client, beside its rows."""
-        largest = [float(row.abs().max()) if row.numel() else 0.0 for row in updates.rows.matrix]
         up = {
-            stage: {
-                n: [float(row.abs().max()) for row in v.matrix] if isinstance(v, Rows) else pack(v)
-                for n, v in values.items()
-            }
+            stage: {n: _largest(v.matrix) if isinstance(v, Rows) else pack(v) for n, v in values.items()}
             for stage, values in updates.sent.items()
         }
         carried = {n: v for n, v in updates.extra.items() if n in self.brief.carries}
@@ -235,7 +231,7 @@ class _Run:
             "steps": pack(updates.steps),
             "loss": pack(updates.loss),
             "finite": pack(updates.finite),
-            "largest": largest,
+            "largest": _largest(updates.rows.matrix),
             "buffers": pack(updates.buffers),
             "sent": up,
             "extra": pack(carried),
@@ -257,6 +253,16 @@ class _Run:
             for change in changes:
                 row = change(row, i)
             yield row
+
+    def matrices(self, asked: "Asked") -> Iterator[Tensor]:
+        """The same rows, all at once where nothing is to be done to them."""
+        if asked.changes:
+            yield from (row.matrix for row in self.rows(asked))
+            return
+        kept = next(one for one in self.kept.values() if one.serial == asked.serial)
+        places = [kept.places[position] for position in asked.at]
+        rows = kept.rows[asked.name]
+        yield rows if places == list(range(len(rows))) else rows[torch.tensor(places, device=rows.device)]
 
     def give_up(self, serial: int) -> dict[str, Any]:
         """All rows of a share, which are then kept no longer."""
@@ -319,6 +325,32 @@ class Asked:
     name: str  # empty: the updates; else what a client stage sent up
     at: tuple[int, ...]  # positions in the Work
     changes: tuple[Call, ...] = ()
+
+
+def exact_sum(matrices: Iterable[Tensor], weights: Tensor, grid: float) -> Tensor:
+    """The weighted sum [P] of all rows [K, P], in float64, each term rounded by `grid`; a few columns at a time, which
+    stay near the processor.
+    """
+    total: Tensor | None = None
+    first = 0
+    for matrix in matrices:
+        own = weights[first : first + len(matrix), None].double()
+        first += len(matrix)
+        if total is None:
+            total = matrix.new_zeros(matrix.shape[1], dtype=torch.float64)
+        columns = max(1, NEAR // len(matrix)) if matrix.device.type == "cpu" else matrix.shape[1]
+        for part, into in zip(torch.split(matrix, columns, 1), torch.split(total, columns), strict=True):
+            into.add_((part.double() * own).add_(grid).sub_(grid).sum(0))
+    assert total is not None  # nosec B101  # for the type checker
+    return total
+
+
+def _largest(rows: Tensor) -> list[float]:
+    """The largest number of each row, whatever its sign."""
+    if not rows.numel():
+        return [0.0] * len(rows)
+    found: list[float] = torch.maximum(-rows.amin(1), rows.amax(1)).double().tolist()
+    return found
 
 
 def _answer(found: Any) -> Tensor:
