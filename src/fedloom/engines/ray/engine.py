@@ -47,6 +47,15 @@ class _Out:
     deaths: int = 0
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What a worker was asked, and what it will answer."""
+
+    member: Member
+    copies: dict[int, list[int]]  # by worker: clients of whom it keeps a copy
+    refs: Sequence[Any]  # the answer, rows, and a piece of memory for each of those workers
+
+
 class Ray:
     """Trains the clients of a Work on a cluster."""
 
@@ -117,9 +126,9 @@ class Ray:
                 continue
             waiting = []
             for number, at in shares.items():
-                waiting += self._take(out, number, at, refs[number])
+                waiting += self._take(out, at, refs[number])
 
-    def _send(self, out: _Out, number: int, at: Sequence[int]) -> tuple[int, Sequence[Any]]:
+    def _send(self, out: _Out, number: int, at: Sequence[int]) -> "_Share":
         part = out.work.only(torch.tensor(at, dtype=torch.int64))
         own = part.start.dim() == 2
         share = pack(
@@ -135,28 +144,29 @@ class Ray:
         )
         self.moved += size_of(share) + self._shared
         member = self.pool.members[number]
-        train = member.handle.train.options(num_returns=3)
-        return member.uid, train.remote(self.number, out.common, share, out.whole)
+        copies = self.keeping.partners(member, part.clients.tolist()) if part.commit else {}
+        train = member.handle.train.options(num_returns=2 + len(copies))
+        refs = train.remote(self.number, out.common, share, out.whole, list(copies.values()))
+        return _Share(member, copies, refs)
 
-    def _take(self, out: _Out, number: int, at: Sequence[int], refs: tuple[int, Sequence[Any]]) -> list[int]:
+    def _take(self, out: _Out, at: Sequence[int], share: "_Share") -> list[int]:
         """One worker's answer; the positions that are to be trained again, if it has died."""
-        uid, (reply_ref, rows_ref, memory_ref) = refs
         try:
-            reply, rows = self.pool.get([reply_ref, rows_ref])
+            reply, rows = self.pool.get(share.refs[:2])
         except Lost as death:
             self._count(out, death)
             return list(at)
         for level, line in reply["said"]:
             LOG.log(level, "%s", line)
         self.moved += size_of(reply) + size_of(rows)
-        self._measure(number, out.work, at, reply["seconds"])
+        self._measure(share.member, out.work, at, reply["seconds"])
         for i, position in enumerate(at):
-            out.where[position] = uid
+            out.where[position] = share.member.uid
             out.replies[position] = {"of": reply, "rows": rows, "place": i}
-        if out.work.commit and self.keeping.memory:
-            finite = unpack(reply["finite"])
-            clients = out.work.clients[torch.tensor(at, dtype=torch.int64)]
-            self.keeping.copy(out.work.w, number, clients[finite].tolist(), memory_ref)
+        clients = out.work.clients[torch.tensor(at, dtype=torch.int64)]
+        good = set(clients[unpack(reply["finite"])].tolist())
+        for (partner, theirs), piece in zip(share.copies.items(), share.refs[2:], strict=True):
+            self.keeping.copy(out.work.w, share.member, partner, [c for c in theirs if c in good], piece)
         return []
 
     def _count(self, out: _Out, death: Lost) -> None:
@@ -180,20 +190,23 @@ class Ray:
 
     def _shares(self, work: Work, positions: Sequence[int], members: Sequence[Member]) -> dict[int, list[int]]:
         """Who trains which positions."""
-        numbers = [member.number for member in members]
-        clients = work.clients.numpy()[list(positions)]
-        if self.keeping.memory:
-            at_home = homes(clients, numbers)
-            found = {n: [positions[i] for i in np.flatnonzero(at_home == n).tolist()] for n in numbers}
-        else:
-            costs = [float(steps) for steps in self._steps(work, positions)]
-            near = None
-            if self.shards is not None:
-                at_home = homes(self.shards.file_of(clients), numbers)
-                near = [numbers.index(n) for n in at_home.tolist()]
-            shares = share_out(costs, self._speeds(members), near)
-            found = {n: [positions[k] for k in share] for n, share in zip(numbers, shares, strict=True)}
-        return {number: at for number, at in found.items() if at}
+        costs = [float(steps) for steps in self._steps(work, positions)]
+        shares = share_out(costs, self._speeds(members), self._near(work.clients.numpy()[list(positions)], members))
+        return {
+            member.number: [positions[k] for k in share] for member, share in zip(members, shares, strict=True) if share
+        }
+
+    def _near(self, clients: np.ndarray, members: Sequence[Member]) -> list[list[int]] | None:
+        """Which workers remember each client, or have its file at hand."""
+        if not self.keeping.memory and self.shards is None:
+            return None
+        place = {member.uid: i for i, member in enumerate(members)}
+        near = [[place[uid] for uid in self.keeping.holders.get(c, []) if uid in place] for c in clients.tolist()]
+        if self.shards is not None:
+            numbers = [member.number for member in members]
+            files = homes(self.shards.file_of(clients), numbers).tolist()
+            near = [known or [numbers.index(number)] for known, number in zip(near, files, strict=True)]
+        return near
 
     def _steps(self, work: Work, positions: Sequence[int]) -> list[int]:
         sizes = self.setup.sizes[work.clients[torch.tensor(list(positions), dtype=torch.int64)]].tolist()
@@ -205,11 +218,9 @@ class Ray:
             return [1.0] * len(members)
         return rounded([speed or 1.0 for speed in known])
 
-    def _measure(self, number: int, work: Work, at: Sequence[int], seconds: float) -> None:
-        member = self.pool.members.get(number)
-        if member is not None:
-            now = sum(self._steps(work, at)) / max(seconds, 1e-9)
-            member.speed = now if member.speed is None else STEADY * member.speed + (1 - STEADY) * now
+    def _measure(self, member: Member, work: Work, at: Sequence[int], seconds: float) -> None:
+        now = sum(self._steps(work, at)) / max(seconds, 1e-9)
+        member.speed = now if member.speed is None else STEADY * member.speed + (1 - STEADY) * now
 
     def _common(self, work: Work, serial: int) -> Any:
         own = work.start.dim() == 2

@@ -1,4 +1,4 @@
-"""What clients remember, on a cluster: each client's at the worker where it is at home, and a copy at the next one.
+"""What clients remember, on a cluster: each client's at two workers, either of which may train it.
 
 A Work's memories are copied from worker to worker while the server steps. Nothing older is forgotten, and no other Work
 begins, before the copies are there: so whoever dies, its share can be trained again from what its clients knew before,
@@ -36,7 +36,7 @@ class _Copy:
     clients: list[int]
     home: int
     to: int
-    done: Any  # what the receiver answers
+    done: Any  # what the receiver answers; or the memories themselves, for the server
 
 
 class Keeping:
@@ -106,27 +106,32 @@ class Keeping:
         here = members[turn].node
         return next((member for member in others if member.node != here), others[0] if others else None)
 
-    def copy(self, w: int, number: int, clients: list[int], piece: Any) -> None:
-        """What clients have just remembered at a worker goes to the next one, too."""
+    def partners(self, member: Member, clients: Sequence[int]) -> dict[int, list[int]]:
+        """Who keeps the copies of what these clients will remember at a worker: who has them now, or the next one."""
+        found: dict[int, list[int]] = {}
+        if not self.memory:
+            return found
+        to = self._next(member.uid)
+        usual, alive = SERVER if to is None else to.uid, self._alive()
+        for client in dict.fromkeys(clients):
+            others = [uid for uid in self.holders.get(client, []) if uid in alive and uid != member.uid]
+            found.setdefault(others[0] if others else usual, []).append(client)
+        return found
+
+    def copy(self, w: int, member: Member, partner: int, clients: list[int], piece: Any) -> None:
+        """What clients have just remembered at a worker goes to another one, too."""
         for client in clients:
             self.first.setdefault(client, w)
             self.last[client] = w
         for one in self.memory.values():
             one.changed.update(clients)
-        member = self.engine.pool.members.get(number)
-        if clients and member is not None:
-            self._copy(member, clients, piece)
+        if clients:
+            self._copy(member, partner, clients, piece)
 
-    def _copy(self, member: Member, clients: list[int], piece: Any) -> None:
-        to = self._next(member.uid)
-        if to is None:
-            (found,) = self.engine.pool.get([piece])
-            for key, values in unpack(found, own=True).items():
-                self.own[key].take(values)
-            self.copies.append(_Copy(clients, member.uid, SERVER, None))
-        else:
-            done = to.handle.take.remote(self.engine.number, piece)
-            self.copies.append(_Copy(clients, member.uid, to.uid, done))
+    def _copy(self, member: Member, partner: int, clients: list[int], piece: Any) -> None:
+        to = None if partner == SERVER else self._alive().get(partner) or self._next(member.uid)
+        done = piece if to is None else to.handle.take.remote(self.engine.number, piece)
+        self.copies.append(_Copy(clients, member.uid, SERVER if to is None else to.uid, done))
         self.engine.moved += self.row_bytes * len(clients)
 
     def secure(self) -> None:
@@ -134,17 +139,21 @@ class Keeping:
         while self.copies:
             one = self.copies.pop(0)
             try:
-                if one.done is not None:
-                    self.engine.pool.get([one.done])
+                (found,) = self.engine.pool.get([one.done])
             except Lost:
                 home = self._alive().get(one.home)
                 if home is not None:
-                    self._copy(home, one.clients, home.handle.give.remote(self.engine.number, one.clients))
+                    piece = home.handle.give.remote(self.engine.number, one.clients)
+                    to = self._next(home.uid)
+                    self._copy(home, SERVER if to is None else to.uid, one.clients, piece)
                     continue
                 out = self.engine.out[True]
                 place = {client: k for k, client in enumerate(out.work.clients.tolist())}
                 self.engine.train_again(out, [place[client] for client in one.clients])
                 continue
+            if one.to == SERVER:
+                for key, values in unpack(found, own=True).items():
+                    self.own[key].take(values)
             self._settled(one)
 
     def _settled(self, copy: _Copy) -> None:

@@ -1,4 +1,4 @@
-"""Who trains whom: where clients' memories are at home, and how unequal clients are shared out."""
+"""Who trains whom: where clients are at home, and how unequal clients are shared out."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ def homes(clients: np.ndarray, members: Sequence[int]) -> np.ndarray:
     the homes of its own clients only.
 
     >>> homes(np.arange(6), [0, 1, 2]).tolist()
-    [0, 0, 2, 1, 1, 1]
+    [1, 0, 0, 0, 0, 0]
     >>> homes(np.arange(6), [0, 2]).tolist()
-    [0, 0, 2, 2, 0, 2]
+    [2, 0, 0, 0, 0, 0]
     """
     table = np.stack([_mixed(_mixed(clients.astype(np.uint64)) ^ np.uint64(m + 1)) for m in members])
     found: np.ndarray = np.asarray(members)[table.argmax(0)]
@@ -29,12 +29,16 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def share_out(costs: Sequence[float], speeds: Sequence[float], near: Sequence[int] | None = None) -> list[list[int]]:
-    """Positions for each worker: the longest first, to whoever would be done with it soonest. `near` says who has the
-    data of each position already, and takes it unless that is clearly too much.
+def share_out(
+    costs: Sequence[float], speeds: Sequence[float], near: Sequence[Sequence[int]] | None = None
+) -> list[list[int]]:
+    """Positions for each worker: the longest first, to whoever would be done with it soonest. `near` says which workers
+    have what a position needs; one of them takes it, unless that is clearly more than its part.
 
     >>> share_out([1, 5, 3, 2], speeds=[1, 1])
-    [[1], [0, 2, 3]]
+    [[0, 1], [2, 3]]
+    >>> share_out([1, 1, 1, 1], speeds=[1, 1], near=[[0], [0, 1], [0], []])
+    [[0, 2], [1, 3]]
     """
     shares: list[list[int]] = [[] for _ in speeds]
     busy = np.zeros(len(speeds))
@@ -43,8 +47,10 @@ def share_out(costs: Sequence[float], speeds: Sequence[float], near: Sequence[in
     for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
         done = busy + costs[k] / pace
         chosen = int(done.argmin())
-        if near is not None and done[near[k]] <= even:
-            chosen = near[k]
+        if near is not None and near[k]:
+            nearest = min(near[k], key=lambda worker: float(done[worker]))
+            if done[nearest] <= max(even, costs[k] / pace[nearest]):
+                chosen = nearest
         shares[chosen].append(k)
         busy[chosen] = done[chosen]
     return [sorted(share) for share in shares]

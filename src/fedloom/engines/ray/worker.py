@@ -67,14 +67,19 @@ class Worker:
     def end(self, number: int) -> None:
         self.runs.pop(number, None)
 
-    def train(self, number: int, common: dict[str, Any], share: dict[str, Any], whole: bool) -> Any:
-        """Train some clients: what the server must know of each, their rows if `whole`, and what they remember."""
+    def train(
+        self, number: int, common: dict[str, Any], share: dict[str, Any], whole: bool, copies: list[list[int]]
+    ) -> Any:
+        """Train some clients: what the server must know of each, their rows if `whole`, and what they remember, in
+        pieces for those who keep the copies.
+        """
         began = time.perf_counter()
         run = self.runs[number]
         reply = run.train(common, unpack(share))
         rows = run.give_up(common["serial"]) if whole else None
         reply |= {"seconds": time.perf_counter() - began, "said": self.said.taken()}
-        return reply, rows, run.written(common["w"], reply.pop("remembered"))
+        good = reply.pop("remembered")
+        return reply, rows, *(run.written(common["w"], [c for c in clients if c in good]) for clients in copies)
 
     def total(self, number: int, asked: "Asked", weights: Packed, grid: float, alone: bool) -> Packed:
         """The weighted sum of some rows, each term rounded to a grid so coarse that sums of terms are exact: whoever
@@ -226,7 +231,7 @@ class _Run:
             for stage, values in updates.sent.items()
         }
         carried = {n: v for n, v in updates.extra.items() if n in self.brief.carries}
-        good = updates.clients[updates.finite].tolist() if self.population.kept and commit else []
+        good = set(updates.clients[updates.finite].tolist()) if self.population.kept and commit else set()
         return {
             "steps": pack(updates.steps),
             "loss": pack(updates.loss),
