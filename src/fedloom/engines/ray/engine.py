@@ -74,6 +74,7 @@ class Ray:
         self.out: dict[bool, _Out] = {}  # the last Work, and the last probe
         self.moved = 0  # bytes between processes
         self.told = False
+        self.last_put: tuple[Tensor | None, Any] = (None, None)
         self.keeping = Keeping(self, [part for part in brief.clients if part.stage.remembers])
         weakref.finalize(self, _end, pool, self.number)
 
@@ -289,9 +290,12 @@ class Ray:
         return Spread(self, asked, torch.tensor(largest, dtype=torch.float64), space, device)
 
     def put(self, vector: Tensor) -> Any:
-        """A vector that every worker will read."""
+        """A vector that every worker will read, perhaps for more than one operation."""
+        if self.last_put[0] is vector:
+            return self.last_put[1]
         self.moved += vector.numel() * vector.element_size() * len(self.pool.members)
-        return self.pool.ray.put(pack(vector))
+        self.last_put = (vector, self.pool.ray.put(pack(vector)))
+        return self.last_put[1]
 
     def total(self, asked: Asked, weights: Tensor, grid: float) -> Tensor:
         def call(member: Member, part: Asked, places: Tensor) -> Any:
