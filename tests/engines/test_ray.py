@@ -225,6 +225,36 @@ def test_a_run_is_resumed_anywhere(tmp_path: Path) -> None:
         assert len(resumed.history) == 6
 
 
+def test_samples_on_disk(tmp_path: Path) -> None:
+    """Workers read the clients that they train; the result is that of samples in memory."""
+    data = federation()
+    for shard, clients in enumerate(([0, 1, 2], [3, 4], [5, 6])):
+        pairs = [data.client(k) for k in clients]
+        offsets = np.cumsum([0, *(len(y) for _, y in pairs)])
+        x, y = (torch.cat([pair[i] for pair in pairs]).numpy() for i in (0, 1))
+        np.savez(tmp_path / f"{shard}.npz", x=x, y=y, offsets=offsets)
+    lazy = fl.Federation.from_folder(tmp_path, lazy=True)
+    here = fl.Federation.from_folder(tmp_path)
+    for method in ("fedavg", "adabest+krum(byzantine=0)"):
+        check_same(fit(method, data=lazy, rounds=3), fit(method, "loop", data=here, rounds=3))
+
+
+def test_a_slow_worker_gets_less() -> None:
+    shares: list[list[int]] = []
+
+    def slow(event: fl.Event) -> None:
+        (pool,) = pools._OPEN
+        first, second = pool.alive()
+        first.speed, second.speed = 10.0, 40.0  # as if they had been measured
+        assert event.updates is not None
+        where = event.updates.rows.engine.out[True].where  # type: ignore[attr-defined]
+        shares.append([list(where.values()).count(member.uid) for member in (first, second)])
+
+    data = federation(sizes=[4 * k for k in range(21)])
+    fit("fedavg", rounds=2, data=data, clients_per_round=20, callbacks=[slow])
+    assert shares == [[10, 10], [4, 16]]
+
+
 def test_an_error_of_a_worker_is_told_as_it_is() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         if len(outputs) == 8:
