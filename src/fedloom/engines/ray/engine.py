@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,20 +61,17 @@ class Ray:
     """Trains the clients of a Work on a cluster."""
 
     name = "ray"
+    compile = False  # each worker decides for itself
 
     def __init__(self, pool: Pool, brief: Brief, data: dict[str, Any], setup: Setup, reads_rows: bool) -> None:
         self.pool, self.brief, self.setup, self.reads_rows = pool, brief, setup, reads_rows
-        self.compile = False  # each worker decides for itself
         pool.run += 1
         self.number = pool.run
-        self.data = pool.ray.put(data)
+        self.data = data
         self.shards: Shards | None = data["shards"]
-        with whole_classes(pool.ray, [*brief.model.modules(), brief.loss, *(p.stage for p in brief.clients)]):
-            self.known = pool.ray.put(brief)
         self.serials = itertools.count()
         self.out: dict[bool, _Out] = {}  # the last Work, and the last probe
         self.moved = 0  # bytes between processes
-        self.told = False
         self.last_put: tuple[Tensor | None, Any] = (None, None)
         self.keeping = Keeping(self, [part for part in brief.clients if part.stage.remembers])
         weakref.finalize(self, _end, pool, self.number)
@@ -97,22 +95,22 @@ class Ray:
             new = [member for member in members if self.number not in member.runs]
             if not new:
                 return members
+            first = not any(self.number in member.runs for member in members)
             try:
-                asked = [member.handle.begin.remote(self.number, self.known, self.data) for member in new]
-                told = self.pool.get(asked)
+                told = self.pool.get([member.handle.begin.remote(self.number, *self._known) for member in new])
             except Lost:
                 continue
-            for member, what in zip(new, told, strict=True):
+            for member in new:
                 member.runs.add(self.number)
-                self.compile |= what["compile"]
-                if not self.told:
-                    nodes = len({one.node for one in members})
-                    kind = "GPU" if self.pool.gpus else f"{self.pool.cores} core{'s' * (self.pool.cores > 1)}"
-                    text = "%d workers of one %s on %d node%s, each with engine %s (%s)"
-                    if not self.pool.gpus:
-                        text = text.replace("one ", "")
-                    LOG.info(text, len(members), kind, nodes, "s" * (nodes > 1), what["engine"], what["why"])
-                    self.told = True
+            if first:
+                LOG.info("%s, each with engine %s (%s)", self.pool, told[0]["engine"], told[0]["why"])
+
+    @cached_property
+    def _known(self) -> tuple[Any, Any]:
+        """What a worker must know of this run, and its data, put where all of them find it."""
+        brief, ray = self.brief, self.pool.ray
+        with whole_classes(ray, [*brief.model.modules(), brief.loss, *(part.stage for part in brief.clients)]):
+            return ray.put(brief), ray.put(self.data)
 
     def _train(self, out: _Out, positions: Sequence[int]) -> None:
         waiting = list(positions)

@@ -68,6 +68,12 @@ class Pool:
         self.run = 0  # numbers given to runs
         self._start()
 
+    def __str__(self) -> str:
+        """The workers that are there, in words."""
+        count, nodes = len(self.members), len({member.node for member in self.members.values()})
+        kind = "a GPU" if self.gpus else "one core" if self.cores == 1 else f"{self.cores} cores"
+        return f"{count} worker{'s' * (count > 1)} with {kind} each on {nodes} node{'s' * (nodes > 1)}"
+
     def _cpus(self, has: dict[str, float]) -> float:
         """Of Ray's cores; more workers than cores share them."""
         return min(1.0, has.get("CPU", 1.0) / self.asked) if self.asked and self.cores == 1 else float(self.cores)

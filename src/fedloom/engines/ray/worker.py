@@ -62,7 +62,7 @@ class Worker:
         """Get ready for a run; which engine trains it here?"""
         torch.set_num_threads(self.cores)
         run = self.runs[number] = _Run(brief, data)
-        return {"engine": run.engine.name, "compile": run.engine.compile, "why": run.why}
+        return {"engine": run.engine.name, "why": run.why}
 
     def end(self, number: int) -> None:
         self.runs.pop(number, None)
