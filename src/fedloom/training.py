@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -228,6 +229,10 @@ class Training:
                 return drive(self.works(callbacks), self._train)
             except KeyboardInterrupt:
                 self.save()
+                raise
+            except RunError:  # a cluster that is gone, say: as much as can be kept
+                with suppress(RunError):
+                    self.save()
                 raise
 
     def _train(self, work: Work) -> Updates:

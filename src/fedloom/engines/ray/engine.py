@@ -90,7 +90,7 @@ class Ray:
 
     def members(self) -> list[Member]:
         """All workers, ready for this run."""
-        while True:
+        for _ in range(TRIES):
             members = self.pool.alive()
             new = [member for member in members if self.number not in member.runs]
             if not new:
@@ -104,6 +104,7 @@ class Ray:
                 member.runs.add(self.number)
             if first:
                 LOG.info("%s, each with engine %s (%s)", self.pool, told[0]["engine"], told[0]["why"])
+        raise RunError(f"workers died {TRIES} times before they could begin; the run can be resumed")
 
     @cached_property
     def _known(self) -> tuple[Any, Any]:

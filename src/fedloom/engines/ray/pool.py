@@ -63,6 +63,7 @@ class Pool:
         self.demand = {"num_gpus": 1, "num_cpus": 0} if self.gpus else {"num_cpus": self._cpus(has)}
         self.members: dict[int, Member] = {}
         self.starting: dict[int, tuple[Any, Any]] = {}  # handle, and what it will answer once it is there
+        self.gone = False
         self.uids = itertools.count()
         self.looked = 0.0
         self.run = 0  # numbers given to runs
@@ -138,12 +139,13 @@ class Pool:
 
     def alive(self) -> list[Member]:
         """The members in order; an empty cluster is waited for, but not for long."""
-        deadline = time.monotonic() + EMPTY
+        deadline = time.monotonic() + (0.0 if self.gone else EMPTY)
         while not self.members:
             with self._cluster():
                 self._spawn()
                 self._admit(timeout=1.0)
             if not self.members and time.monotonic() > deadline:
+                self.gone = True  # who asks again is not kept waiting
                 raise RunError(f"the cluster has had no worker for {EMPTY:.0f} s; the run can be resumed")
         return [self.members[number] for number in sorted(self.members)]
 
@@ -180,7 +182,7 @@ class Pool:
     def _bury(self, actor_id: str | None = None) -> None:
         """Leave out the members that are no more: a dead one answers at once, with an error."""
         pings = {member.handle.ready.remote(): member for member in self.members.values()}
-        done, _ = self.ray.wait(list(pings), num_returns=len(pings), timeout=1.0)
+        done = self.ray.wait(list(pings), num_returns=len(pings), timeout=1.0)[0] if pings else []
         for ref in done:
             member = pings[ref]
             try:
