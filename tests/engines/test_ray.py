@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def fit(method: str, engine: str = "ray-loop", model: nn.Module | None = None, *
     if method == "scaffold-m":
         settings["local"] = fl.Local(steps=3, batch_size=8, lr=0.1)
     if engine.startswith("ray"):
-        settings["actors"] = 2
+        settings.setdefault("actors", 2)
     return fl.fit(model or dense(), settings.pop("data", federation()), method, engine=engine, **settings)
 
 
@@ -193,7 +194,7 @@ class Killer:
             time.sleep(0.01)
 
 
-def everybody_is_there(event: fl.Event) -> None:
+def everybody_is_there(event: fl.Event | None = None) -> None:
     """Wait for whoever replaces the dead, so that there is another to be killed."""
     (pool,) = pools._OPEN
     while len(pool.members) < 2:
@@ -213,6 +214,52 @@ def test_whoever_dies_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed = fit(method, rounds=8, model=dense(torch.float32), callbacks=[everybody_is_there])
     assert killer.killed == 3
     assert torch.equal(disturbed.params, quiet.params)
+
+
+@pytest.mark.long
+def test_a_share_that_is_trained_twice_is_remembered_where_it_was_trained_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three workers one dies with rows whose memories are copied already: the second home must not forget them."""
+    method = "adabest+scaffold+fedglad+dgt(alpha=0.5)"
+    options: dict[str, Any] = {"rounds": 6, "clients_per_round": 6, "model": dense(torch.float32)}
+    quiet = fit(method, **options, actors=3)
+    killer = Killer(monkeypatch)
+    killer.before(Ray, "total", when=lambda engine, *rest: engine.out[True].work.w == 1)
+    assert torch.equal(fit(method, **options, actors=3).params, quiet.params)
+    assert killer.killed == 1
+
+
+@pytest.mark.long
+def test_a_worker_that_dies_while_memories_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A checkpoint reads them, and a run that resumes puts them back: both from, or to, whoever is left."""
+    whole = fit(STACK, rounds=4)
+    killer = Killer(monkeypatch)
+    killer.before(Keeping, "_read", when=lambda keeping, *rest: True)
+    killer.before(Keeping, "_restore", when=lambda keeping, *rest: True)
+    fit(STACK, rounds=2, checkpoint=tmp_path)
+    assert killer.killed == 1
+    everybody_is_there()
+    resumed = fit(STACK, rounds=4, checkpoint=tmp_path, resume=True)
+    assert killer.killed == 2
+    assert torch.equal(resumed.params, whole.params)
+
+
+class Fatal(nn.Linear):
+    """Its weights can't be taken to another process: that one ends."""
+
+    home: int
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if os.getpid() != self.home:
+            os._exit(1)
+
+
+@pytest.mark.long
+def test_workers_that_die_as_soon_as_they_begin() -> None:
+    model = Fatal(6, 3).double()
+    model.home = os.getpid()
+    with pytest.raises(fl.RunError, match="die as soon as they are given the run"):
+        fit("fedavg", model=model)
 
 
 def test_a_run_is_resumed_anywhere(tmp_path: Path) -> None:
@@ -251,6 +298,7 @@ def test_a_slow_worker_gets_less() -> None:
         shares.append([list(where.values()).count(member.uid) for member in (first, second)])
 
     data = federation(sizes=[4 * k for k in range(21)])
+    fit("fedavg", rounds=1, callbacks=[everybody_is_there])
     fit("fedavg", rounds=2, data=data, clients_per_round=20, callbacks=[slow])
     assert shares == [[10, 10], [4, 16]]
 
@@ -264,6 +312,17 @@ def test_an_error_of_a_worker_is_told_as_it_is() -> None:
     with pytest.raises(ValueError, match="does not like eights"):
         fit("fedavg", loss=loss)
     fit("fedavg", rounds=1)  # the workers are still there
+
+
+def test_what_can_t_be_sent_is_named() -> None:
+    lock = Lock()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        with lock:
+            return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    with pytest.raises(fl.ConfigError, match=r"the loss can't be sent to workers: cannot pickle '_thread.lock' object"):
+        fit("fedavg", loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +365,23 @@ def test_an_address_where_nobody_is(address: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pools, "ANSWERS", 3.0)
     with pytest.raises(fl.RunError, match=f"no Ray cluster answers at {address}"):
         pools.check_address(address)
+
+
+@pytest.mark.parametrize(
+    ("meant", "kind", "message"),
+    [
+        ("ray://127.0.0.1:10001", fl.ConfigError, "RAY_ADDRESS='ray://127.0.0.1:10001': start the run on a node"),
+        ("127.0.0.1:1", fl.RunError, "no Ray cluster answers at 127.0.0.1:1"),
+    ],
+)
+def test_auto_is_what_the_environment_says(
+    meant: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to itself, Ray would try for half a minute or longer, and not be usable again in this process."""
+    monkeypatch.setenv("RAY_ADDRESS", meant)
+    monkeypatch.setattr(pools, "ANSWERS", 3.0)
+    with pytest.raises(kind, match=message):
+        pools.check_address("auto")
 
 
 def test_the_wait_for_an_address_is_short() -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pickle import PicklingError  # nosec B403  # nothing is read by it here
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from fedloom.engines.ray.pool import Lost, Member, Pool
 from fedloom.engines.ray.spread import Spread, joined
 from fedloom.engines.ray.wire import pack, size_of, unpack, whole_classes
 from fedloom.engines.ray.worker import Asked, Brief, Call
-from fedloom.errors import RunError
+from fedloom.errors import ConfigError, RunError
 from fedloom.rows import Rows
 from fedloom.stages import Setup, Updates, Work
 
@@ -90,6 +91,7 @@ class Ray:
 
     def members(self) -> list[Member]:
         """All workers, ready for this run."""
+        last: Lost | None = None
         for _ in range(TRIES):
             members = self.pool.alive()
             new = [member for member in members if self.number not in member.runs]
@@ -98,20 +100,24 @@ class Ray:
             first = not any(self.number in member.runs for member in members)
             try:
                 told = self.pool.get([member.handle.begin.remote(self.number, *self._known) for member in new])
-            except Lost:
+            except Lost as death:
+                last = death
                 continue
             for member in new:
                 member.runs.add(self.number)
             if first:
                 LOG.info("%s, each with engine %s (%s)", self.pool, told[0]["engine"], told[0]["why"])
-        raise RunError(f"workers died {TRIES} times before they could begin; the run can be resumed")
+        raise RunError(
+            f"workers die as soon as they are given the run (the last: {last}); perhaps its data do not fit into their "
+            "memory. The run can be resumed"
+        )
 
     @cached_property
     def _known(self) -> tuple[Any, Any]:
         """What a worker must know of this run, and its data, put where all of them find it."""
         brief, ray = self.brief, self.pool.ray
         with whole_classes(ray, [*brief.model.modules(), brief.loss, *(part.stage for part in brief.clients)]):
-            return ray.put(brief), ray.put(self.data)
+            return _sent(ray, brief), ray.put(self.data)
 
     def _train(self, out: _Out, positions: Sequence[int]) -> None:
         waiting = list(positions)
@@ -362,6 +368,22 @@ class Ray:
             self.moved += self.setup.space.size * 8 * len(sums)
             sums = [next(handles).add.remote(*sums[i : i + FAN]) for i in range(0, len(sums), FAN)]
         return sums
+
+
+def _sent(ray: Any, brief: Brief) -> Any:
+    """A brief, as an object of the cluster's; whatever of it can't travel is named."""
+    try:
+        return ray.put(brief)
+    except (TypeError, PicklingError):  # Ray tells on many lines
+        stages = {part.key: part.stage for part in brief.clients}
+        for name, value in {"the model": brief.model, "the loss": brief.loss, **stages}.items():
+            try:
+                ray.cloudpickle.dumps(value)
+            except Exception as error:  # whatever its own code raises
+                raise ConfigError(
+                    f"{name} can't be sent to workers: {error}; leave out locks, open files and the like"
+                ) from None
+        raise
 
 
 def _end(pool: Pool, number: int) -> None:

@@ -7,11 +7,13 @@ or what they know now is still somewhere. The server itself keeps the copies of 
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedloom.engines.ray.placement import homes
 from fedloom.engines.ray.pool import Lost, Member
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("fedloom")
 PORTION = 1 << 26  # bytes of memory that travel at once
+TRIES = 5  # deaths during one checkpoint after which it is given up
 SERVER = -1  # in place of a worker: the server
 
 
@@ -119,7 +122,12 @@ class Keeping:
         return found
 
     def copy(self, w: int, member: Member, partner: int, clients: list[int], piece: Any) -> None:
-        """What clients have just remembered at a worker goes to another one, too."""
+        """What clients have just remembered at a worker goes to another one, too. Where the Work was trained before,
+        by somebody who has died since, the copy of that time counts no longer.
+        """
+        again = set(clients)
+        left = [replace(one, clients=[c for c in one.clients if c not in again]) for one in self.copies]
+        self.copies = [one for one in left if one.clients]
         for client in clients:
             self.first.setdefault(client, w)
             self.last[client] = w
@@ -148,8 +156,9 @@ class Keeping:
                     self._copy(home, SERVER if to is None else to.uid, one.clients, piece)
                     continue
                 out = self.engine.out[True]
-                place = {client: k for k, client in enumerate(out.work.clients.tolist())}
-                self.engine.train_again(out, [place[client] for client in one.clients])
+                theirs = set(one.clients)
+                again = [k for k, client in enumerate(out.work.clients.tolist()) if client in theirs]
+                self.engine.train_again(out, again)
                 continue
             if one.to == SERVER:
                 for key, values in unpack(found, own=True).items():
@@ -213,8 +222,14 @@ class Keeping:
             memory.settle()
 
     def read(self, key: str, clients: Sequence[int], w: int) -> State:
-        """What clients knew before a Work, brought to the server."""
-        self.secure()
+        """What clients knew before a Work, brought to the server; from whoever else has it, where a holder dies."""
+        for _ in range(TRIES):
+            self.secure()
+            with suppress(Lost):
+                return self._read(key, clients, w)
+        raise RunError("workers die again and again while their clients' memories are read; the run can be resumed")
+
+    def _read(self, key: str, clients: Sequence[int], w: int) -> State:
         alive = self._alive()
         by_holder: dict[int, list[int]] = {}
         for client in clients:
@@ -233,24 +248,31 @@ class Keeping:
 
     def restore(self, key: str, pieces: Iterable[State]) -> None:
         """Put memories from a checkpoint where they belong."""
-        members = self.engine.members()
-        numbers = [member.number for member in members]
         for piece in pieces:
             where = self.own[key].checked(piece)
-            clients = where[:, 0].numpy()
-            at_home = homes(clients, numbers) if len(clients) else clients
-            for member in members:
-                own = torch.from_numpy(np.flatnonzero(at_home == member.number))
-                part = {key: pack({name: values[own] for name, values in piece.items()})}
-                to = self._next(member.uid)
-                holders = [member.uid, SERVER if to is None else to.uid]
-                asked = [m.handle.take.remote(self.engine.number, part) for m in (member, to) if m is not None]
-                self.engine.pool.get(asked)
-                if to is None:
-                    self.own[key].take(unpack(part[key], own=True))
-                for client, w in where[own].tolist():
-                    self.holders[client] = list(holders)
-                    self.first[client] = self.last[client] = w
+            for _ in range(TRIES):
+                with suppress(Lost):
+                    self._restore(key, piece, where)
+                    break
+            else:
+                raise RunError("workers die again and again while memories are put back; resume the run later")
+
+    def _restore(self, key: str, piece: State, where: Tensor) -> None:
+        members = self.engine.members()
+        clients = where[:, 0].numpy()
+        at_home = homes(clients, [member.number for member in members]) if len(clients) else clients
+        for member in members:
+            own = torch.from_numpy(np.flatnonzero(at_home == member.number))
+            part = {key: pack({name: values[own] for name, values in piece.items()})}
+            to = self._next(member.uid)
+            holders = [member.uid, SERVER if to is None else to.uid]
+            asked = [m.handle.take.remote(self.engine.number, part) for m in (member, to) if m is not None]
+            self.engine.pool.get(asked)
+            if to is None:
+                self.own[key].take(unpack(part[key], own=True))
+            for client, w in where[own].tolist():
+                self.holders[client] = list(holders)
+                self.first[client] = self.last[client] = w
 
 
 class Remembered:

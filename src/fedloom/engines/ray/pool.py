@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import subprocess  # nosec B404  # to ask whether a cluster answers
 import sys
 import threading
@@ -14,13 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.engines.ray.worker import Worker
-from fedloom.errors import ConfigError, RunError
+from fedloom.errors import ConfigError, FedloomError, RunError
 
 LOG = logging.getLogger("fedloom")
 ANSWERS = 20.0  # seconds that a cluster has to say that it is there
 STARTS = 60.0  # seconds that workers have to start
 LOOKS = 2.0  # seconds between two looks at what the cluster has
 EMPTY = 30.0  # seconds that a cluster without any worker is waited for
+HEAD = 20.0  # seconds that a silent head node is waited for: a minute after its end, Ray ends every process
+WATCH = 5.0  # seconds of waiting after which the head node is looked at
 
 
 class Lost(Exception):
@@ -55,6 +58,9 @@ class Pool:
         self.ray = import_ray()
         self.asked, self.address = actors, address
         self.owns = _connect(self.ray, address)
+        host, _, port = self.ray.get_runtime_context().gcs_address.rpartition(":")
+        self.head = host.strip("[]"), int(port)
+        self.headless = False  # its head node is gone
         has = self.ray.cluster_resources()
         self.gpus = gpus and has.get("GPU", 0) >= 1
         self.cores = 1
@@ -63,7 +69,7 @@ class Pool:
         self.demand = {"num_gpus": 1, "num_cpus": 0} if self.gpus else {"num_cpus": self._cpus(has)}
         self.members: dict[int, Member] = {}
         self.starting: dict[int, tuple[Any, Any]] = {}  # handle, and what it will answer once it is there
-        self.gone = False
+        self.gone = False  # it had no worker for too long
         self.uids = itertools.count()
         self.looked = 0.0
         self.run = 0  # numbers given to runs
@@ -152,6 +158,7 @@ class Pool:
     @contextmanager
     def _cluster(self) -> Iterator[None]:
         """A cluster that is gone is no fault of the run."""
+        self._check_head()
         try:
             yield
         except (self.ray.exceptions.RaySystemError, ConnectionError, TimeoutError) as error:
@@ -159,12 +166,27 @@ class Pool:
                 f"the cluster does not answer any more ({_last_line(error)}); resume the run later"
             ) from None
 
+    def _check_head(self) -> None:
+        """Whoever asks Ray itself waits until the process is ended."""
+        deadline = time.monotonic() + HEAD
+        while True:
+            try:
+                socket.create_connection(self.head, timeout=WATCH).close()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    self.headless = True
+                    raise RunError(
+                        f"the cluster's head node at {self.head[0]}:{self.head[1]} does not answer any more "
+                        f"({error.strerror or error}); resume the run when there is a cluster again"
+                    ) from None
+            time.sleep(0.5)
+
     def get(self, refs: Sequence[Any]) -> list[Any]:
         """What was asked for, or `Lost`. An error of our own is raised as it was at the worker."""
         errors = self.ray.exceptions
         try:
-            found: list[Any] = self.ray.get(list(refs))
-            return found
+            return self._waited(list(refs))
         except errors.RayTaskError as error:
             cause = error.cause
             if _is_lost(cause, errors):
@@ -178,6 +200,14 @@ class Pool:
                 raise RunError(f"the cluster has failed: {_last_line(error)}") from None
             self._bury(getattr(error, "actor_id", None))
             raise Lost(_last_line(error)) from None
+
+    def _waited(self, refs: list[Any]) -> list[Any]:
+        """However long it takes, as long as the cluster is there."""
+        while True:
+            with suppress(self.ray.exceptions.GetTimeoutError):
+                found: list[Any] = self.ray.get(refs, timeout=WATCH)
+                return found
+            self._check_head()
 
     def _bury(self, actor_id: str | None = None) -> None:
         """Leave out the members that are no more: a dead one answers at once, with an error."""
@@ -205,7 +235,8 @@ class Pool:
         """Let the workers go, and Ray too where it was started here."""
         for handle in [m.handle for m in self.members.values()] + [handle for handle, _ in self.starting.values()]:
             with suppress(Exception):
-                self.ray.kill(handle)
+                if not self.headless:
+                    self.ray.kill(handle)
         self.members.clear()
         self.starting.clear()
         if self.owns:
@@ -233,7 +264,9 @@ def _connect(ray: Any, address: str | None) -> bool:
         else:
             check_address(address)
             ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except FedloomError:
+        raise
+    except Exception as error:  # Ray raises plain ones, too
         where = "no local Ray could be started" if address is None else f"no Ray cluster answers at {address}"
         raise RunError(f"{where}: {_last_line(error)}") from None
     finally:
@@ -250,8 +283,11 @@ def _handlers() -> dict[int, Any]:
 
 def check_address(address: str) -> None:
     """Ray itself tries for minutes. A process of its own can be given up."""
+    said = f"ray_address={address!r}"
+    if address == "auto" and (meant := os.environ.get("RAY_ADDRESS")):
+        address, said = meant, f"RAY_ADDRESS={meant!r}"
     if address.startswith("ray://"):
-        raise ConfigError(f"ray_address={address!r}: start the run on a node of the cluster, with ray_address='auto'")
+        raise ConfigError(f"{said}: start the run on a node of the cluster, with the address 'auto' or host:port")
     if address in ("auto", "local"):
         return
     ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]

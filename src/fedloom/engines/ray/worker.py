@@ -285,7 +285,7 @@ class _Kept:
 
     def add(self, at: Sequence[int], rows: dict[str, Tensor]) -> None:
         """One more share: a second one was another worker's, which is no more."""
-        first = len(self.places)
+        first = len(next(iter(self.rows.values()))) if self.rows else 0
         self.places |= {position: first + i for i, position in enumerate(at)}
         self.rows = {n: torch.cat([self.rows[n], new]) if first else new for n, new in rows.items()}
 
