@@ -190,7 +190,7 @@ class _Apart:
         arguments.pop("room", None)
         run.member = member
         run.played = training.state.round
-        own = [*training.given.modules(), arguments.get("loss"), arguments.get("metric")]
+        own = [*training.given.modules(), *(arguments.get(name) for name in ("loss", "metric", "availability"))]
         own += [part.stage for part in training.simulation.pipeline.parts]
         with whole_classes(self.pool.ray, own):
             known = self.pool.ray.put({"arguments": arguments, "saved": self._begun(training)})
