@@ -183,6 +183,12 @@ class Memory:
         """What was known before Work w is in a checkpoint."""
         self.changed = {client for client in self.changed if self._kept[client][-1][0] >= w}
 
+    def check_known(self, clients: Sequence[int], w: int) -> None:
+        """Refuse to go on where something is missing: it would read as zero."""
+        for client in clients:
+            if self._before(client, w) < 0:
+                raise RunError(f"what client {client} knew before Work {w} was lost; resume from the last checkpoint")
+
     @property
     def row_bytes(self) -> int:
         """What one client takes."""
@@ -190,9 +196,8 @@ class Memory:
 
     def tensors(self, clients: Sequence[int], w: int) -> State:
         """What clients knew before Work w, as plain tensors on the host; each must be among the `known`."""
+        self.check_known(clients, w)
         slots = [self._before(client, w) for client in clients]
-        if min(slots, default=0) < 0:
-            raise RunError(f"what client {clients[slots.index(-1)]} knew before Work {w} is not known any more")
         wrote = [self._kept[client][bisect_right(self._kept[client], (w - 1, 1 << 62)) - 1][0] for client in clients]
         where = torch.tensor([*zip(clients, wrote, strict=True)], dtype=torch.int64).reshape(-1, 2)
         return {"where": where, **{f"value.{name}": slab.read(slots).cpu() for name, slab in self._slabs.items()}}

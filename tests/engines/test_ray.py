@@ -22,6 +22,7 @@ from tests.examples import METHODS
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 
+from fedloom.engines.ray import connecting  # noqa: E402
 from fedloom.engines.ray import engine as engines  # noqa: E402
 from fedloom.engines.ray import pool as pools  # noqa: E402
 from fedloom.engines.ray.engine import Ray  # noqa: E402
@@ -362,9 +363,9 @@ def test_without_ray() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nobody.invalid:6379"])
 def test_an_address_where_nobody_is(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "ANSWERS", 3.0)
+    monkeypatch.setattr(connecting, "ANSWERS", 3.0)
     with pytest.raises(fl.RunError, match=f"no Ray cluster answers at {address}"):
-        pools.check_address(address)
+        connecting.check_address(address)
 
 
 @pytest.mark.parametrize(
@@ -379,10 +380,10 @@ def test_auto_is_what_the_environment_says(
 ) -> None:
     """Left to itself, Ray would try for half a minute or longer, and not be usable again in this process."""
     monkeypatch.setenv("RAY_ADDRESS", meant)
-    monkeypatch.setattr(pools, "ANSWERS", 3.0)
+    monkeypatch.setattr(connecting, "ANSWERS", 3.0)
     with pytest.raises(kind, match=message):
-        pools.check_address("auto")
+        connecting.check_address("auto")
 
 
 def test_the_wait_for_an_address_is_short() -> None:
-    assert pools.ANSWERS <= 25
+    assert connecting.ANSWERS <= 25

@@ -146,6 +146,7 @@ class Ray:
                 "start": part.start if own else None,
                 "buffers": part.buffers if own else None,
                 "rates": part.rates if part.rates.dim() == 2 else None,
+                "known": self.keeping.known(part.w, part.clients.tolist()),
             }
         )
         self.moved += size_of(share) + self._shared

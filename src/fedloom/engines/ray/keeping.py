@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("fedloom")
 PORTION = 1 << 26  # bytes of memory that travel at once
-TRIES = 5  # deaths during one checkpoint after which it is given up
+TRIES = 5  # deaths while memories are copied, read or put back, after which that is given up
 SERVER = -1  # in place of a worker: the server
 
 
@@ -109,6 +109,10 @@ class Keeping:
         here = members[turn].node
         return next((member for member in others if member.node != here), others[0] if others else None)
 
+    def known(self, w: int, clients: Sequence[int]) -> list[int]:
+        """Those of whom something from before a Work must be at whoever trains them."""
+        return [client for client in clients if client in self.holders and self.first[client] < w]
+
     def partners(self, member: Member, clients: Sequence[int]) -> dict[int, list[int]]:
         """Who keeps the copies of what these clients will remember at a worker: who has them now, or the next one."""
         found: dict[int, list[int]] = {}
@@ -187,12 +191,13 @@ class Keeping:
         if now == self.seen or not self.holders:
             self.seen = now
             return
-        self.engine.members()
-        try:
-            self._heal()
-        except Lost:  # another one: once more, before the next Work
-            return
-        self.seen = now
+        for _ in range(TRIES):
+            self.engine.members()
+            with suppress(Lost):  # another one: once more
+                self._heal()
+                self.seen = frozenset(self._alive())
+                return
+        raise RunError("workers die again and again while memories are copied; the run can be resumed")
 
     def _heal(self) -> None:
         alive = self._alive()

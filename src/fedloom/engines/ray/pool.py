@@ -2,23 +2,18 @@
 
 import itertools
 import logging
-import os
-import signal
 import socket
-import subprocess  # nosec B404  # to ask whether a cluster answers
-import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedloom.engines.ray.connecting import connect, import_ray, last_line
 from fedloom.engines.ray.worker import Worker
-from fedloom.errors import ConfigError, FedloomError, RunError
+from fedloom.errors import RunError
 
 LOG = logging.getLogger("fedloom")
-ANSWERS = 20.0  # seconds that a cluster has to say that it is there
 STARTS = 60.0  # seconds that workers have to start
 LOOKS = 2.0  # seconds between two looks at what the cluster has
 EMPTY = 30.0  # seconds that a cluster without any worker is waited for
@@ -43,21 +38,13 @@ class Member:
     runs: set[int] = field(default_factory=set)  # that it is ready for
 
 
-def import_ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("engine=ray needs Ray, the extra `ray`: pip install 'fedloom[ray]'") from None
-    return ray
-
-
 class Pool:
     """Workers, one per GPU or per core, or as many as were asked for."""
 
     def __init__(self, address: str | None, actors: int | None, gpus: bool) -> None:
         self.ray = import_ray()
         self.asked, self.address = actors, address
-        self.owns = _connect(self.ray, address)
+        self.owns = connect(self.ray, address)
         host, _, port = self.ray.get_runtime_context().gcs_address.rpartition(":")
         self.head = host.strip("[]"), int(port)
         self.headless = False  # its head node is gone
@@ -131,8 +118,8 @@ class Pool:
                 self.members[numbers[ref]] = Member(numbers[ref], handle, node, process, next(self.uids))
             except self.ray.exceptions.RayError as error:
                 if "ModuleNotFoundError" in str(error):
-                    raise RunError(f"a node of the cluster can't import fedloom: {_last_line(error)}") from None
-                LOG.info("a worker did not start: %s", _last_line(error))
+                    raise RunError(f"a node of the cluster can't import fedloom: {last_line(error)}") from None
+                LOG.info("a worker did not start: %s", last_line(error))
 
     def look(self) -> None:
         """Replace who has died, and use what the cluster has gained; nobody is waited for."""
@@ -162,9 +149,7 @@ class Pool:
         try:
             yield
         except (self.ray.exceptions.RaySystemError, ConnectionError, TimeoutError) as error:
-            raise RunError(
-                f"the cluster does not answer any more ({_last_line(error)}); resume the run later"
-            ) from None
+            raise RunError(f"the cluster does not answer any more ({last_line(error)}); resume the run later") from None
 
     def _check_head(self) -> None:
         """Whoever asks Ray itself waits until the process is ended."""
@@ -191,15 +176,15 @@ class Pool:
             cause = error.cause
             if _is_lost(cause, errors):
                 self._bury()
-                raise Lost(_last_line(cause)) from None
+                raise Lost(_brief(cause)) from None
             if isinstance(cause, errors.RayError):  # what was sent can't be read there
-                raise RunError(f"a worker can't go on: {_last_line(cause)}") from None
+                raise RunError(f"a worker can't go on: {last_line(cause)}") from None
             raise cause from None
         except errors.RayError as error:
             if not _is_lost(error, errors):
-                raise RunError(f"the cluster has failed: {_last_line(error)}") from None
+                raise RunError(f"the cluster has failed: {last_line(error)}") from None
             self._bury(getattr(error, "actor_id", None))
-            raise Lost(_last_line(error)) from None
+            raise Lost(_brief(error)) from None
 
     def _waited(self, refs: list[Any]) -> list[Any]:
         """However long it takes, as long as the cluster is there."""
@@ -247,62 +232,6 @@ def _is_lost(error: BaseException, errors: Any) -> bool:
     """Is it a worker, or what lay there, that is no more?"""
     kinds = ("RayActorError", "ObjectLostError", "NodeDiedError", "WorkerCrashedError", "OutOfMemoryError")
     return isinstance(error, tuple(getattr(errors, kind) for kind in kinds if hasattr(errors, kind)))
-
-
-def _connect(ray: Any, address: str | None) -> bool:
-    """Join the cluster, or start a local one: True where it was started here."""
-    if ray.is_initialized():
-        return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
-    handlers = _handlers()
-    try:
-        if address is None:
-            cores = len(os.sched_getaffinity(0))
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
-        else:
-            check_address(address)
-            ray.init(address=address, **quiet)
-    except FedloomError:
-        raise
-    except Exception as error:  # Ray raises plain ones, too
-        where = "no local Ray could be started" if address is None else f"no Ray cluster answers at {address}"
-        raise RunError(f"{where}: {_last_line(error)}") from None
-    finally:
-        for number, handler in handlers.items():  # Ray's own would end the process without saving anything
-            signal.signal(number, handler)
-    return True
-
-
-def _handlers() -> dict[int, Any]:
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-
-def check_address(address: str) -> None:
-    """Ray itself tries for minutes. A process of its own can be given up."""
-    said = f"ray_address={address!r}"
-    if address == "auto" and (meant := os.environ.get("RAY_ADDRESS")):
-        address, said = meant, f"RAY_ADDRESS={meant!r}"
-    if address.startswith("ray://"):
-        raise ConfigError(f"{said}: start the run on a node of the cluster, with the address 'auto' or host:port")
-    if address in ("auto", "local"):
-        return
-    ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
-    try:
-        asked = subprocess.run(ask, capture_output=True, timeout=ANSWERS, check=False)  # nosec B603  # no shell
-        answered = asked.returncode == 0
-    except subprocess.TimeoutExpired:
-        answered = False
-    if not answered:
-        raise RunError(f"no Ray cluster answers at {address} within {ANSWERS:.0f} s; is the head node up?")
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:200] if lines else type(error).__name__
 
 
 def _brief(error: BaseException) -> str:

@@ -184,6 +184,8 @@ class _Run:
 
     def train(self, common: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
         work = self._work(common, share)
+        for memory in self.population.kept.values():
+            memory.check_known(share["known"], work.w)
         prepared = self.population.prepare(work)
         updates = self.population.finish(prepared, self.engine.train(prepared))
         rows = {"": updates.rows.matrix} | {
