@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedloom.engines.ray.placement import homes, rounded, share_out
 from fedloom.engines.ray.spread import grid
-from fedloom.engines.ray.worker import exact_sum
+from fedloom.engines.ray.there import exact_sum
 
 
 def test_homes_are_even_and_stay() -> None:

@@ -9,7 +9,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pickle import PicklingError  # nosec B403  # nothing is read by it here
 from typing import Any
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from fedloom.data.shards import Shards
+from fedloom.engines.ray.answers import Out, updates_of
 from fedloom.engines.ray.keeping import Keeping
 from fedloom.engines.ray.placement import homes, rounded, share_out
 from fedloom.engines.ray.pool import Lost, Member, Pool
-from fedloom.engines.ray.spread import Spread, joined
+from fedloom.engines.ray.spread import joined
+from fedloom.engines.ray.there import Asked, Call
 from fedloom.engines.ray.wire import pack, size_of, unpack, whole_classes
-from fedloom.engines.ray.worker import Asked, Brief, Call
+from fedloom.engines.ray.worker import Brief
 from fedloom.errors import ConfigError, RunError
-from fedloom.rows import Rows
 from fedloom.stages import Setup, Updates, Work
 
 LOG = logging.getLogger("fedloom")
@@ -34,19 +35,6 @@ WHOLE = 1 << 20  # bytes of all rows below which they come at once: asking twice
 FAN = 8  # sums that one process adds up
 TRIES = 5  # deaths in one Work after which it is not tried again
 STEADY = 0.7  # of a worker's speed that is kept when it is measured anew
-
-
-@dataclass
-class _Out:
-    """A Work that is with the workers, or was the last one there."""
-
-    serial: int
-    work: Work
-    common: Any  # what all shares have in common, as an object of the cluster's
-    whole: bool  # rows come back at once
-    where: dict[int, int] = field(default_factory=dict)  # by position: the worker (its identity) that has its row
-    replies: dict[int, dict[str, Any]] = field(default_factory=dict)  # by position
-    deaths: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ class Ray:
         self.data = data
         self.shards: Shards | None = data["shards"]
         self.serials = itertools.count()
-        self.out: dict[bool, _Out] = {}  # the last Work, and the last probe
+        self.out: dict[bool, Out] = {}  # the last Work, and the last probe
         self.moved = 0  # bytes between processes
         self.last_put: tuple[Tensor | None, Any] = (None, None)
         self.keeping = Keeping(self, [part for part in brief.clients if part.stage.remembers])
@@ -83,11 +71,11 @@ class Ray:
         self.pool.look()
         self.keeping.heal()
         size = len(work) * self.setup.space.size * self.setup.space.dtype.itemsize
-        out = _Out(next(self.serials), work, None, self.reads_rows or size <= WHOLE)
+        out = Out(next(self.serials), work, None, self.reads_rows or size <= WHOLE)
         out.common = self._common(work, out.serial)
         self.out[work.commit] = out
         self._train(out, range(len(work)))
-        return self._updates(out)
+        return updates_of(self, out)
 
     def members(self) -> list[Member]:
         """All workers, ready for this run."""
@@ -119,7 +107,7 @@ class Ray:
         with whole_classes(ray, [*brief.model.modules(), brief.loss, *(part.stage for part in brief.clients)]):
             return _sent(ray, brief), ray.put(self.data)
 
-    def _train(self, out: _Out, positions: Sequence[int]) -> None:
+    def _train(self, out: Out, positions: Sequence[int]) -> None:
         waiting = list(positions)
         while waiting:
             members = self.members()
@@ -134,7 +122,7 @@ class Ray:
             for number, at in shares.items():
                 waiting += self._take(out, at, refs[number])
 
-    def _send(self, out: _Out, number: int, at: Sequence[int]) -> "_Share":
+    def _send(self, out: Out, number: int, at: Sequence[int]) -> "_Share":
         part = out.work.only(torch.tensor(at, dtype=torch.int64))
         own = part.start.dim() == 2
         share = pack(
@@ -156,7 +144,7 @@ class Ray:
         refs = train.remote(self.number, out.common, share, out.whole, list(copies.values()))
         return _Share(member, copies, refs)
 
-    def _take(self, out: _Out, at: Sequence[int], share: "_Share") -> list[int]:
+    def _take(self, out: Out, at: Sequence[int], share: "_Share") -> list[int]:
         """One worker's answer; the positions that are to be trained again, if it has died."""
         try:
             reply, rows = self.pool.get(share.refs[:2])
@@ -176,7 +164,7 @@ class Ray:
             self.keeping.copy(out.work.w, share.member, partner, [c for c in theirs if c in good], piece)
         return []
 
-    def _count(self, out: _Out, death: Lost) -> None:
+    def _count(self, out: Out, death: Lost) -> None:
         out.deaths += 1
         if out.deaths > TRIES:
             raise RunError(
@@ -184,14 +172,14 @@ class Ray:
                 "does not fit into their memory. The run can be resumed"
             )
 
-    def recover(self, out: _Out) -> None:
+    def recover(self, out: Out) -> None:
         """Train again what was with workers that are no more."""
         alive = {member.uid for member in self.pool.members.values()}
         lost = [position for position, uid in out.where.items() if uid not in alive]
         if lost:
             self.train_again(out, lost)
 
-    def train_again(self, out: _Out, positions: Sequence[int]) -> None:
+    def train_again(self, out: Out, positions: Sequence[int]) -> None:
         """What clients knew before this Work is still there: nothing older is forgotten before the copies are safe."""
         self._train(out, positions)
 
@@ -245,55 +233,6 @@ class Ray:
         }
         self._shared = size_of(common)
         return self.pool.ray.put(common)
-
-    def _updates(self, out: _Out) -> Updates:
-        """All answers, in the order of the Work."""
-        work, count = out.work, len(out.work)
-        replies = [out.replies[k] for k in range(count)]
-
-        def numbers(name: str, like: Tensor) -> Tensor:
-            found = [unpack(r["of"][name])[r["place"]] for r in replies]
-            return torch.stack(found).clone() if found else like
-
-        def stacked(pick: Callable[[dict[str, Any]], Any]) -> Tensor:
-            return torch.stack([unpack(pick(r["of"]))[r["place"]] for r in replies]).to(self.setup.device)
-
-        first = replies[0]["of"] if replies else {"buffers": {}, "sent": {}, "extra": {}}
-        buffers = {n: stacked(lambda of, n=n: of["buffers"][n]) for n in first["buffers"]}  # type: ignore[misc]
-        if not replies:
-            buffers = {n: b[None][:0] if work.start.dim() == 1 else b[:0] for n, b in work.buffers.items()}
-        sent = {
-            stage: {
-                n: self._rows(out, f"{stage}/{n}", [r["of"]["sent"][stage][n][r["place"]] for r in replies])
-                if isinstance(value, list)
-                else stacked(lambda of, stage=stage, n=n: of["sent"][stage][n])  # type: ignore[misc]
-                for n, value in values.items()
-            }
-            for stage, values in first["sent"].items()
-        }
-        return Updates(
-            clients=work.clients,
-            slots=work.places,
-            counts=work.counts,
-            samples=self.setup.sizes[work.clients],
-            steps=numbers("steps", torch.empty(0, dtype=torch.int64)),
-            loss=numbers("loss", torch.empty(0, dtype=torch.float64)),
-            finite=numbers("finite", torch.empty(0, dtype=torch.bool)),
-            rows=self._rows(out, "", [r["of"]["largest"][r["place"]] for r in replies]),
-            buffers=buffers,
-            sent=sent,
-            extra={n: stacked(lambda of, n=n: of["extra"][n]) for n in first["extra"]},  # type: ignore[misc]
-        )
-
-    def _rows(self, out: _Out, name: str, largest: Sequence[float]) -> Rows:
-        space, device = self.setup.space, self.setup.device
-        if not len(out.work):
-            return Rows(torch.empty(0, space.size, dtype=space.dtype, device=device), space)
-        if out.whole:
-            order = [out.replies[k] for k in range(len(out.work))]
-            return Rows(torch.stack([unpack(r["rows"][name])[r["place"]] for r in order]).to(device), space)
-        asked = Asked(out.serial, name, tuple(range(len(out.work))))
-        return Spread(self, asked, torch.tensor(largest, dtype=torch.float64), space, device)
 
     def put(self, vector: Tensor) -> Any:
         """A vector that every worker will read, perhaps for more than one operation."""

@@ -53,7 +53,7 @@ class Pool:
         self.cores = 1
         if not self.gpus and actors:
             self.cores = max(1, int(has.get("CPU", 1) // actors))
-        self.demand = {"num_gpus": 1, "num_cpus": 0} if self.gpus else {"num_cpus": self._cpus(has)}
+        self.demand: dict[str, float] = {"num_gpus": 1, "num_cpus": 0} if self.gpus else {"num_cpus": self._cpus(has)}
         self.members: dict[int, Member] = {}
         self.starting: dict[int, tuple[Any, Any]] = {}  # handle, and what it will answer once it is there
         self.gone = False  # it had no worker for too long
@@ -80,23 +80,30 @@ class Pool:
         return max(1, int(has.get("GPU", 0) if self.gpus else has.get("CPU", 1) // self.cores))
 
     def _start(self) -> None:
-        deadline = time.monotonic() + STARTS
-        self._spawn()
-        wanted = len(self.starting)
-        while self.starting and time.monotonic() < deadline:
+        deadline, full = time.monotonic() + STARTS, 0
+        while len(self.members) < self._wanted() and full < 3 and time.monotonic() < deadline:
+            self._spawn()
             self._admit(timeout=1.0)
+            if not self.starting:  # others have the rest of the cluster
+                full += 1
+                time.sleep(0.2)
         if not self.members:
             raise RunError(
                 f"no worker has started within {STARTS:.0f} s: the cluster has "
                 f"{self.ray.cluster_resources()}, of which {self.ray.available_resources()} are free"
             )
-        if len(self.members) < wanted:
-            LOG.warning("%d of %d workers have started; the others join when they can", len(self.members), wanted)
+        if len(self.members) < self._wanted():
+            text = "%d of %d workers have started; the others join when there is room for them"
+            LOG.warning(text, len(self.members), self._wanted())
 
     def _spawn(self) -> None:
-        """Start what is missing, under the lowest numbers that are free."""
+        """Start what is missing, under the lowest numbers that are free, as far as there is room; or one at least."""
         actor = self.ray.remote(Worker)
-        missing = self._wanted() - len(self.members) - len(self.starting)
+        kind, each = ("GPU", 1.0) if self.gpus else ("CPU", self.demand["num_cpus"])
+        room = int(self.ray.available_resources().get(kind, 0.0) / each + 1e-9) - len(self.starting)
+        if not self.members and not self.starting:
+            room = max(room, 1)
+        missing = min(self._wanted() - len(self.members) - len(self.starting), room)
         number = 0
         while missing > 0:
             if number not in self.members and number not in self.starting:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fedloom.engines.ray.there import Asked, Call
 from fedloom.engines.ray.wire import pack, unpack
-from fedloom.engines.ray.worker import Asked, Call
 from fedloom.rows import Comparison, Rows
 from fedloom.space import GroupBy, Space
 

@@ -5,14 +5,15 @@ and remembers what its clients know.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.engines.choose import Engine, Wishes, choose_engine
+from fedloom.engines.ray.there import Asked, Call, Kept, answer_of, exact_sum, largest_of
 from fedloom.engines.ray.wire import Packed, pack, unpack
 from fedloom.federation import Federation
 from fedloom.method import Part
@@ -21,8 +22,6 @@ from fedloom.rows import Rows
 from fedloom.simulation import ONE_THREAD_BELOW
 from fedloom.stages import Client, Setup, Updates, Work
 from fedloom.task import Loss, Precision, Task, takes_channels_last
-
-NEAR = 1 << 16  # numbers that are worked on at once
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Worker:
         good = reply.pop("remembered")
         return reply, rows, *(run.written(common["w"], [c for c in clients if c in good]) for clients in copies)
 
-    def total(self, number: int, asked: "Asked", weights: Packed, grid: float, alone: bool) -> Packed:
+    def total(self, number: int, asked: Asked, weights: Packed, grid: float, alone: bool) -> Packed:
         """The weighted sum of some rows, each term rounded to a grid so coarse that sums of terms are exact: whoever
         adds them up, in whatever order, gets the same bits. A sum that is `alone` needs no more than the model's bits.
         """
@@ -98,15 +97,15 @@ class Worker:
         packed: Packed = pack(total)
         return packed
 
-    def each(self, number: int, asked: "Asked", call: "Call") -> list[Packed]:
+    def each(self, number: int, asked: Asked, call: Call) -> list[Packed]:
         """What an operation says of each of some rows; row by row, so that no answer depends on which others are
         here.
         """
         run = self.runs[number]
         own = call.on(run.device)
-        return [pack(_answer(own(row, i))) for i, row in enumerate(run.rows(asked))]
+        return [pack(answer_of(own(row, i))) for i, row in enumerate(run.rows(asked))]
 
-    def fetch(self, number: int, asked: "Asked") -> Packed:
+    def fetch(self, number: int, asked: Asked) -> Packed:
         """Some rows themselves."""
         packed: Packed = pack(torch.cat([row.matrix for row in self.runs[number].rows(asked)]))
         return packed
@@ -180,7 +179,7 @@ class _Run:
         self.engine, self.why = choose_engine(brief.wishes, task, federation, setup, brief.rounds)
         room = brief.wishes.room(self.device)
         self.population = Population(brief.clients, setup, Absence(), room)
-        self.kept: dict[bool, _Kept] = {}  # of the last Work, and of the last probe
+        self.kept: dict[bool, Kept] = {}  # of the last Work, and of the last probe
 
     def train(self, common: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
         work = self._work(common, share)
@@ -196,7 +195,7 @@ class _Run:
         }
         kept = self.kept.get(work.commit)
         if kept is None or kept.serial != common["serial"]:
-            kept = self.kept[work.commit] = _Kept(common["serial"])
+            kept = self.kept[work.commit] = Kept(common["serial"])
         kept.add(share["at"].tolist(), rows)
         return self._reply(updates, work.commit)
 
@@ -229,7 +228,7 @@ class _Run:
     def _reply(self, updates: Updates, commit: bool) -> dict[str, Any]:
         """What the server must know of each client, beside its rows."""
         up = {
-            stage: {n: _largest(v.matrix) if isinstance(v, Rows) else pack(v) for n, v in values.items()}
+            stage: {n: largest_of(v.matrix) if isinstance(v, Rows) else pack(v) for n, v in values.items()}
             for stage, values in updates.sent.items()
         }
         carried = {n: v for n, v in updates.extra.items() if n in self.brief.carries}
@@ -238,7 +237,7 @@ class _Run:
             "steps": pack(updates.steps),
             "loss": pack(updates.loss),
             "finite": pack(updates.finite),
-            "largest": _largest(updates.rows.matrix),
+            "largest": largest_of(updates.rows.matrix),
             "buffers": pack(updates.buffers),
             "sent": up,
             "extra": pack(carried),
@@ -251,7 +250,7 @@ class _Run:
             return None
         return {key: pack(memory.tensors(clients, w + 1)) for key, memory in self.population.kept.items()}
 
-    def rows(self, asked: "Asked") -> Iterator[Rows]:
+    def rows(self, asked: Asked) -> Iterator[Rows]:
         """Rows one by one, with what the server has asked to be done to them."""
         kept = next(one for one in self.kept.values() if one.serial == asked.serial)
         changes = [change.on(self.device) for change in asked.changes]
@@ -261,7 +260,7 @@ class _Run:
                 row = change(row, i)
             yield row
 
-    def matrices(self, asked: "Asked") -> Iterator[Tensor]:
+    def matrices(self, asked: Asked) -> Iterator[Tensor]:
         """The same rows, all at once where nothing is to be done to them."""
         if asked.changes:
             yield from (row.matrix for row in self.rows(asked))
@@ -275,95 +274,6 @@ class _Run:
         """All rows of a share, which are then kept no longer."""
         (commit,) = [commit for commit, kept in self.kept.items() if kept.serial == serial]
         return {name: pack(rows) for name, rows in self.kept.pop(commit).rows.items()}
-
-
-@dataclass
-class _Kept:
-    """The rows of one Work that are here."""
-
-    serial: int
-    places: dict[int, int] = field(default_factory=dict)  # row of each position in the Work
-    rows: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, at: Sequence[int], rows: dict[str, Tensor]) -> None:
-        """One more share: a second one was another worker's, which is no more."""
-        first = len(next(iter(self.rows.values()))) if self.rows else 0
-        self.places |= {position: first + i for i, position in enumerate(at)}
-        self.rows = {n: torch.cat([self.rows[n], new]) if first else new for n, new in rows.items()}
-
-    def row(self, name: str, position: int) -> Tensor:
-        place = self.places[position]
-        return self.rows[name][place : place + 1]
-
-
-@dataclass(frozen=True)
-class Call:
-    """An operation on rows and its arguments: of each row, of all rows (a vector that every worker is sent once), or
-    plain.
-    """
-
-    op: str
-    arguments: tuple[tuple[str, Any], ...]  # "row", "all" or "", and the value
-
-    def only(self, at: Sequence[int]) -> "Call":
-        """For some of the rows."""
-        there = torch.tensor(at, dtype=torch.int64)
-        cut = [(k, pack(unpack(value)[there]) if k == "row" else value) for k, value in self.arguments]
-        return replace(self, arguments=tuple(cut))
-
-    def on(self, device: torch.device) -> Callable[[Rows, int], Any]:
-        """As a function of a row and its place, on a worker."""
-        import ray
-
-        got = [(kind, ray.get(value) if kind == "all" else value) for kind, value in self.arguments]
-        known = [(kind, unpack(value, device) if kind else value) for kind, value in got]
-
-        def call(row: Rows, i: int) -> Any:
-            return getattr(row, self.op)(*(value[i : i + 1] if kind == "row" else value for kind, value in known))
-
-        return call
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Some rows of a Work, and what is done to them before anything is read from them."""
-
-    serial: int
-    name: str  # empty: the updates; else what a client stage sent up
-    at: tuple[int, ...]  # positions in the Work
-    changes: tuple[Call, ...] = ()
-
-
-def exact_sum(matrices: Iterable[Tensor], weights: Tensor, grid: float) -> Tensor:
-    """The weighted sum [P] of all rows [K, P], in float64, each term rounded by `grid`; a few columns at a time, which
-    stay near the processor.
-    """
-    total: Tensor | None = None
-    first = 0
-    for matrix in matrices:
-        own = weights[first : first + len(matrix), None].double()
-        first += len(matrix)
-        if total is None:
-            total = matrix.new_zeros(matrix.shape[1], dtype=torch.float64)
-        columns = max(1, NEAR // len(matrix)) if matrix.device.type == "cpu" else matrix.shape[1]
-        for part, into in zip(torch.split(matrix, columns, 1), torch.split(total, columns), strict=True):
-            into.add_((part.double() * own).add_(grid).sub_(grid).sum(0))
-    assert total is not None  # nosec B101  # for the type checker
-    return total
-
-
-def _largest(rows: Tensor) -> list[float]:
-    """The largest number of each row, whatever its sign."""
-    if not rows.numel():
-        return [0.0] * len(rows)
-    found: list[float] = torch.maximum(-rows.amin(1), rows.amax(1)).double().tolist()
-    return found
-
-
-def _answer(found: Any) -> Tensor:
-    """What one row has to say: without the row's own dimension."""
-    answer: Tensor = torch.stack(list(found))[:, 0] if isinstance(found, tuple) else found[0]
-    return answer
 
 
 class _Said(logging.Handler):
