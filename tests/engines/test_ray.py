@@ -105,8 +105,9 @@ def test_few_bytes_come_at_once_and_give_the_loop_s_own_bits(monkeypatch: pytest
     assert torch.equal(fit(STACK).params, fit(STACK, "loop").params)
 
 
-def test_the_same_bits_every_time() -> None:
-    runs = [fit(STACK, model=dense(torch.float32)) for _ in range(2)]
+@pytest.mark.parametrize("engine", ["ray-loop", "ray-vector"])
+def test_the_same_bits_every_time(engine: str) -> None:
+    runs = [fit(STACK, engine, model=dense(torch.float32)) for _ in range(2)]
     assert torch.equal(runs[0].params, runs[1].params)
 
 
