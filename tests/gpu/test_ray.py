@@ -1,6 +1,7 @@
 """A worker with a GPU equals the vector engine in one process, for every method."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,11 @@ def _workers() -> Iterator[None]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "noise" in method:
+    if "noise(" in method:
         pytest.importorskip("dp_accounting", reason="needs the extra privacy")
     monkeypatch.setattr(engine, "WHOLE", 0)
     local = fl.Local(steps=3, batch_size=8, lr=0.1) if method == "scaffold-m" else LOCALS["plain"]
-    options = {"rounds": 4, "clients_per_round": 5, "local": local, "device": "cuda"}
+    options: dict[str, Any] = {"rounds": 4, "clients_per_round": 5, "local": local, "device": "cuda"}
     alone = fl.fit(dense(), federation(), method, engine="vector", **options)
     there = fl.fit(dense(), federation(), method, engine="ray-vector", actors=1, **options)
     assert apart(there.params, alone.params) < 1e-6
