@@ -264,7 +264,7 @@ def test_told_to_stop_it_saves_and_leaves_nobody_behind(
     assert process.returncode == 130
     said = "interrupted" if number == signal.SIGINT else "terminated"
     first, *progress, last = err.splitlines()
-    assert first.startswith("2 workers of 1 core on 1 node")
+    assert first.startswith("2 workers with one core each on 1 node")
     assert all(line.startswith("adabest") for line in progress)
     assert last == f"fedloom: {said}; continue with --resume"
     deadline = time.monotonic() + 10
