@@ -219,6 +219,25 @@ def test_whoever_dies_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
+def test_the_same_bits_on_any_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker, two, and five, whose sums are added up by one another in a tree."""
+    added: list[int] = []
+    tree = Ray._tree
+
+    def counted(self: Ray, sums: list[Any]) -> list[Any]:
+        found = tree(self, sums)
+        added.append(len(sums) - len(found))
+        return found
+
+    monkeypatch.setattr(engines, "FAN", 2)
+    monkeypatch.setattr(Ray, "_tree", counted)
+    runs = [fit("scaffold+fedglad", model=dense(torch.float32), actors=actors) for actors in (1, 2, 5)]
+    assert torch.equal(runs[0].params, runs[1].params)
+    assert torch.equal(runs[0].params, runs[2].params)
+    assert max(added) == 3  # five sums, then three, then two
+
+
+@pytest.mark.long
 def test_a_share_that_is_trained_twice_is_remembered_where_it_was_trained_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three workers one dies with rows whose memories are copied already: the second home must not forget them."""
     method = "adabest+scaffold+fedglad+dgt(alpha=0.5)"
