@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -322,6 +323,38 @@ def test_a_slow_worker_gets_less() -> None:
     fit("fedavg", rounds=1, callbacks=[everybody_is_there])
     fit("fedavg", rounds=2, data=data, clients_per_round=20, callbacks=[slow])
     assert shares == [[10, 10], [4, 16]]
+
+
+@pytest.mark.long
+def test_a_worker_that_is_really_slow() -> None:
+    """One worker is stopped three quarters of the time: its part shrinks, whatever it was."""
+    shares: list[int] = []
+    over = threading.Event()
+
+    def watch(event: fl.Event) -> None:
+        (pool,) = pools._OPEN
+        assert event.updates is not None
+        where = event.updates.rows.engine.out[True].where  # type: ignore[attr-defined]
+        shares.append(list(where.values()).count(pool.alive()[0].uid))
+
+    def hinder(process: int) -> None:
+        while not over.is_set():
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(0.03)
+            os.kill(process, signal.SIGCONT)
+            time.sleep(0.01)
+
+    fit("fedavg", rounds=1, callbacks=[everybody_is_there])
+    thread = threading.Thread(target=hinder, args=(pools._OPEN[0].alive()[0].process,))
+    thread.start()
+    try:
+        data = federation(sizes=[4 * k for k in range(21)])
+        local = fl.Local(epochs=60, batch_size=1, lr=0.001)
+        fit("fedavg", rounds=10, data=data, local=local, clients_per_round=20, callbacks=[watch])
+    finally:
+        over.set()
+        thread.join()
+    assert max(shares[-3:]) <= 7  # of twenty; four would be even
 
 
 def test_an_error_of_a_worker_is_told_as_it_is() -> None:
