@@ -3,6 +3,7 @@
 `session` is what surrounds runs that share their workers; `spread_out` makes the two halves of a run on a cluster.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -38,7 +39,8 @@ def spread_out(
     pool = pool_for(wishes.ray_address, wishes.actors, gpus=not device.startswith("cpu"))
     local = {"ray": "auto", "ray-loop": "loop", "ray-vector": "vector"}[wishes.engine]
     cpu = torch.device("cpu")
-    share = -(-setup.per_round // len(pool.alive()))
+    members = pool.alive()
+    share = -(-setup.per_round // len(members))
     brief = Brief(
         model=model,
         loss=loss,
@@ -48,6 +50,7 @@ def spread_out(
         clients=pipeline.clients,
         wishes=Wishes(local, wishes.compile, wishes.max_memory),
         rounds=rounds,
+        neighbours=max(Counter(member.node for member in members).values()),
         carries=frozenset().union(*(p.stage.wants for p in pipeline.parts if p.stage.kind != "client")),
     )
     reads_rows = any(part.stage.reads_rows for part in pipeline.parts)

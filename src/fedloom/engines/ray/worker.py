@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.engines.choose import Engine, Wishes, choose_engine
+from fedloom.engines.choose import Engine, Wishes, choose_engine, device_memory
 from fedloom.engines.ray.there import Asked, Call, Kept, answer_of, exact_sum, largest_of
 from fedloom.engines.ray.wire import Packed, pack, unpack
 from fedloom.federation import Federation
@@ -36,6 +36,7 @@ class Brief:
     clients: Sequence[Part[Client]]
     wishes: Wishes  # the worker's own engine
     rounds: int
+    neighbours: int  # workers that share a machine's memory
     carries: frozenset[str]  # what engines report that goes to the server; the rest ends with the clients' stages
 
 
@@ -176,8 +177,12 @@ class _Run:
         task = replace(task, channels_last=takes_channels_last(task, federation))
         self.setup = setup
         self.engine: Engine
-        self.engine, self.why = choose_engine(brief.wishes, task, federation, setup, brief.rounds)
-        room = brief.wishes.room(self.device)
+        wishes = brief.wishes
+        if wishes.max_memory is None and self.device.type == "cpu":
+            wishes = replace(wishes, max_memory=max(1, device_memory(self.device) // 2 // brief.neighbours))
+        self.engine, self.why = choose_engine(wishes, task, federation, setup, brief.rounds)
+        room = wishes.room(self.device)
+        room.host //= brief.neighbours
         self.population = Population(brief.clients, setup, Absence(), room)
         self.kept: dict[bool, Kept] = {}  # of the last Work, and of the last probe
 
