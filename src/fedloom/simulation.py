@@ -124,7 +124,8 @@ class Simulation:
             )
             why = ""
         else:
-            engine, why = choose_engine(wishes, task, moved, setup, rounds)
+            with guarded(place):
+                engine, why = choose_engine(wishes, task, moved, setup, rounds)
             population = Population(pipeline.clients, setup, absence, room or wishes.room(place))
         return cls(
             method,
