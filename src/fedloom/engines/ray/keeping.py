@@ -303,6 +303,3 @@ class Remembered:
     def restore(self, pieces: Iterable[State]) -> None:
         self.keeping.restore(self.key, pieces)
         self.changed.clear()
-
-    def settle(self) -> None:
-        self.keeping.settle()

@@ -238,6 +238,8 @@ class _Apart:
             self._fail(run, RunError(f"workers died {run.deaths} times under this run, the last time: {death}"))
 
     def _take(self, run: _Run, answer: dict[str, Any]) -> None:
+        for level, line in answer["said"]:
+            LOG.log(level, "%s%s", run.training.label, line)
         new = [line for line in answer["lines"] if line["round"] > len(run.training.history) + len(run.lines)]
         run.lines += new
         run.played += len(answer["lines"])

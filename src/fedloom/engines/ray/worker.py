@@ -125,8 +125,8 @@ class Worker:
             for key, one in memory.items()
         }
 
-    def forget(self, number: int, clients: Sequence[int] | None) -> bool:
-        """What clients that have moved away know; None: what all know."""
+    def forget(self, number: int, clients: Sequence[int]) -> bool:
+        """What clients that have moved away know."""
         for memory in self.runs[number].population.kept.values():
             memory.forget(clients)
         return True
@@ -144,8 +144,7 @@ class Worker:
     def play(self, place: int, seconds: float, state: bool) -> dict[str, Any]:
         if place in self.refused:
             raise self.refused.pop(place)
-        playing: dict[str, Any] = self.whole[place].play(seconds, state)
-        return playing
+        return {**self.whole[place].play(seconds, state), "said": self.said.taken()}
 
     def state(self, place: int) -> dict[str, Any]:
         state: dict[str, Any] = self.whole[place].state()
