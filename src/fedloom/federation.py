@@ -205,6 +205,16 @@ class Federation:
         return cls(x, y, index, offsets, _count_classes(sets, classes), test, validation, name)
 
     @classmethod
+    def elsewhere(cls, sizes: Tensor, like: "Federation | None" = None) -> "Federation":
+        """A federation whose samples stay with its clients; what `like` holds out is here, to evaluate on."""
+        held = None if like is None else like.test or like.validation
+        x, y = (torch.empty(0), torch.empty(0)) if held is None else (held.x[:2], held.y[:2])
+        nobody = torch.empty(0, dtype=torch.int64)
+        parts = {"x": x, "y": y, "index": torch.arange(len(x)), "held": Held(nobody, nobody), "name": "elsewhere"}
+        parts |= {"offsets": torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])}
+        return cls(**parts) if like is None else replace(like, **parts, names=None, report=None, shards=None)
+
+    @classmethod
     def on_disk(
         cls, shards: Shards, x: Tensor, y: Tensor, classes: int | None, test: Holdout | None, name: str
     ) -> "Federation":
@@ -315,12 +325,10 @@ class Federation:
             raise DataError("the clients' samples are on disk: ask a federation that is `holding` them")
         if self.held is None:
             return self.offsets[clients]
-        at = torch.searchsorted(self.held.clients, clients)
-        here = at.clamp(max=len(self.held.clients) - 1)
-        missing = clients[self.held.clients[here] != clients].tolist()
+        missing = clients[~torch.isin(clients, self.held.clients)].tolist()
         if missing:
-            raise DataError(f"the samples of client {missing[0]} were not read")
-        return self.held.begins[here]
+            raise DataError(f"the samples of client {missing[0]} are not here")
+        return self.held.begins[torch.searchsorted(self.held.clients, clients)]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Federation":
         """The same federation on a device; floating-point numbers take the model's dtype, integers stay."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.engines.choose import Engine, Wishes, choose_engine
+from fedloom.engines.site import set_numerics
 from fedloom.errors import ConfigError, DataError, ModelError, RunError, out_of_memory
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
@@ -19,12 +20,12 @@ from fedloom.method import Method, Pipeline
 from fedloom.population import Absence, Availability, Population
 from fedloom.round import Outcome, RunState, Traffic, begin_run, play_round
 from fedloom.space import average_buffers, buffers_of
-from fedloom.stages import Setup, Updates, Work
+from fedloom.stages import Metrics, Setup, Updates, Work
 from fedloom.task import Loss, Precision, Task, check_fit, takes_channels_last
 
 Returned = TypeVar("Returned")
 Playing = Generator[Work, Updates, Returned]
-ONE_THREAD_BELOW = 20_000_000  # parameters x batch: below, a step is too short to be shared among threads
+Beyond = Callable[[Pipeline, Setup], tuple[Engine, Population]]
 
 
 def drive(playing: Playing[Returned], train: Callable[[Work], Updates]) -> Returned:
@@ -86,7 +87,9 @@ class Simulation:
         seed: int = 0,
         availability: Availability = None,
         dropout_rate: float = 0.0,
+        beyond: Beyond | None = None,
     ) -> "Simulation":
+        """`beyond` brings clients that are not simulated here: an engine that asks them, and their side of a Work."""
         place = find_device(device)
         task = Task.of(model, loss, place, precision)
         name, score = find_metric(metric)
@@ -105,8 +108,9 @@ class Simulation:
             start=task.space.flatten(task.model),
             stages=tuple(part.stage for part in pipeline.parts),
         )
-        check_fit(task, moved, local)
-        task = replace(task, channels_last=takes_channels_last(task, moved))
+        if len(moved.x):
+            check_fit(task, moved, local)
+            task = replace(task, channels_last=takes_channels_last(task, moved))
         for part in pipeline.parts:
             before, moved = moved, part.stage.tamper(moved, setup)
             if before.shards is not None and moved is not before:
@@ -116,7 +120,10 @@ class Simulation:
         absence = Absence.of(availability, dropout_rate, len(federation))
         engine: Engine
         population: Population
-        if wishes.on_ray:
+        if beyond is not None:
+            engine, population = beyond(pipeline, setup)
+            why = ""
+        elif wishes.on_ray:
             from fedloom.engines.ray import spread_out
 
             engine, population = spread_out(
@@ -136,7 +143,7 @@ class Simulation:
             engine,
             population,
             Evaluator(task, moved.preparation, name, score),
-            f"engine {engine.name}: {why}" if wishes.engine == "auto" else "",
+            f"engine {engine.name}: {why}" if wishes.engine == "auto" and beyond is None else "",
         )
 
     def begin(self) -> RunState:
@@ -176,6 +183,11 @@ class Simulation:
         """Bytes that went from process to process so far; None: there is only one."""
         return getattr(self.engine, "moved", None)
 
+    def noted(self) -> Metrics:
+        """What the engine has to say of the round that is over, where its clients are real ones."""
+        noted = getattr(self.engine, "noted", None)
+        return {} if noted is None else noted()
+
     def deployed(self, state: RunState) -> Tensor:
         """The model that users get [P]."""
         server = self.pipeline.server
@@ -191,6 +203,9 @@ class Simulation:
                 found |= self.evaluator.measure(state.theta, state.buffers, self.federation.test, "cloud")
         if self.federation.validation is not None:
             found |= self.evaluator.measure(deployed, state.buffers, self.federation.validation, "validation")
+        ask_clients = getattr(self.engine, "evaluate", None)
+        if ask_clients is not None:
+            found |= ask_clients(state.round, deployed, state.buffers)
         return found
 
     def evaluate_travelling(self, work: Work) -> dict[str, float]:
@@ -214,14 +229,9 @@ class Simulation:
 
     @contextmanager
     def numerics(self) -> Iterator[None]:
-        """On a GPU matrices multiply in TF32 unless fp32 was asked for; on a CPU small steps run on one thread, since
-        several would mostly wait for each other. Both settings are put back after the run.
-        """
+        """The precision and the threads that suit this run; both settings are put back after it."""
         precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-        torch.set_float32_matmul_precision("highest" if self.task.precision == "fp32" else "high")
-        batch = self.setup.local.batch_size or int(self.setup.sizes.max())
-        if self.setup.space.size * batch < ONE_THREAD_BELOW:
-            torch.set_num_threads(1)
+        set_numerics(self.task.precision, self.setup)
         try:
             yield
         finally:

@@ -358,6 +358,7 @@ class Training:
             **measured,
             **self.between,
             **outcome.metrics,
+            **self.simulation.noted(),
         }
 
     def _heard(self, work: Work, updates: Updates) -> None:

@@ -182,7 +182,7 @@ def test_clients_are_held_under_their_own_numbers(tmp_path: Path) -> None:
     assert len(held.x) == SIZES[1] + SIZES[3] + SIZES[6]
     for k, positions in zip([6, 1], held.positions([6, 1]), strict=True):
         assert torch.equal(held.x[positions], here.client(k)[0])
-    with pytest.raises(fl.DataError, match="client 2 were not read"):
+    with pytest.raises(fl.DataError, match="client 2 are not here"):
         held.positions([2])
     with pytest.raises(fl.DataError, match="on disk"):
         there.positions([1])

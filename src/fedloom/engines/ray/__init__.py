@@ -14,6 +14,7 @@ from fedloom.engines.ray.engine import Ray
 from fedloom.engines.ray.pool import pool_for, session
 from fedloom.engines.ray.population import Scattered
 from fedloom.engines.ray.worker import Brief, data_of
+from fedloom.engines.site import Learning
 from fedloom.federation import Federation
 from fedloom.method import Pipeline
 from fedloom.population import Absence
@@ -41,16 +42,12 @@ def spread_out(
     cpu = torch.device("cpu")
     members = pool.alive()
     share = -(-setup.per_round // len(members))
+    neighbours = max(Counter(member.node for member in members).values())
+    own = Wishes(local, wishes.compile, wishes.max_memory)
     brief = Brief(
-        model=model,
-        loss=loss,
-        precision=precision,
+        learning=Learning(model, loss, precision, pipeline.clients, own, rounds, neighbours),
         device="auto" if pool.gpus else "cpu",
         setup=replace(setup, per_round=share, device=cpu, start=setup.start.cpu(), stages=()),
-        clients=pipeline.clients,
-        wishes=Wishes(local, wishes.compile, wishes.max_memory),
-        rounds=rounds,
-        neighbours=max(Counter(member.node for member in members).values()),
         carries=frozenset().union(*(p.stage.wants for p in pipeline.parts if p.stage.kind != "client")),
     )
     reads_rows = any(part.stage.reads_rows for part in pipeline.parts)

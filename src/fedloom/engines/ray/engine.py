@@ -62,7 +62,7 @@ class Ray:
         self.out: dict[bool, Out] = {}  # the last Work, and the last probe
         self.moved = 0  # bytes between processes
         self.last_put: tuple[Tensor | None, Any] = (None, None)
-        self.keeping = Keeping(self, [part for part in brief.clients if part.stage.remembers])
+        self.keeping = Keeping(self, [part for part in brief.learning.clients if part.stage.remembers])
         weakref.finalize(self, _end, pool, self.number)
 
     def train(self, work: Work) -> Updates:
@@ -104,7 +104,10 @@ class Ray:
     def _known(self) -> tuple[Any, Any]:
         """What a worker must know of this run, and its data, put where all of them find it."""
         brief, ray = self.brief, self.pool.ray
-        with whole_classes(ray, [*brief.model.modules(), brief.loss, *(part.stage for part in brief.clients)]):
+        with whole_classes(
+            ray,
+            [*brief.learning.model.modules(), brief.learning.loss, *(part.stage for part in brief.learning.clients)],
+        ):
             return _sent(ray, brief), ray.put(self.data)
 
     def _train(self, out: Out, positions: Sequence[int]) -> None:
@@ -315,8 +318,8 @@ def _sent(ray: Any, brief: Brief) -> Any:
     try:
         return ray.put(brief)
     except (TypeError, PicklingError):  # Ray tells on many lines
-        stages = {part.key: part.stage for part in brief.clients}
-        for name, value in {"the model": brief.model, "the loss": brief.loss, **stages}.items():
+        stages = {part.key: part.stage for part in brief.learning.clients}
+        for name, value in {"the model": brief.learning.model, "the loss": brief.learning.loss, **stages}.items():
             try:
                 ray.cloudpickle.dumps(value)
             except Exception as error:  # whatever its own code raises

@@ -6,37 +6,27 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedloom.engines.choose import Engine, Wishes, choose_engine, device_memory
 from fedloom.engines.ray.there import Asked, Call, Kept, answer_of, exact_sum, largest_of
 from fedloom.engines.ray.wire import Packed, pack, unpack
+from fedloom.engines.site import Learning, Site
 from fedloom.federation import Federation
-from fedloom.method import Part
-from fedloom.population import Absence, Population
 from fedloom.rows import Rows
-from fedloom.simulation import ONE_THREAD_BELOW
-from fedloom.stages import Client, Setup, Updates, Work
-from fedloom.task import Loss, Precision, Task, takes_channels_last
+from fedloom.stages import Setup, Updates, Work
 
 
 @dataclass(frozen=True)
 class Brief:
     """All that a worker must know of a run."""
 
-    model: nn.Module
-    loss: str | Loss | None
-    precision: Precision
+    learning: Learning
     device: str  # "auto" or "cpu"
     setup: Setup  # on the CPU; its cohort is one worker's share
-    clients: Sequence[Part[Client]]
-    wishes: Wishes  # the worker's own engine
-    rounds: int
-    neighbours: int  # workers that share a machine's memory
     carries: frozenset[str]  # what engines report that goes to the server; the rest ends with the clients' stages
 
 
@@ -62,7 +52,7 @@ class Worker:
         """Get ready for a run; which engine trains it here?"""
         torch.set_num_threads(self.cores)
         run = self.runs[number] = _Run(brief, data)
-        return {"engine": run.engine.name, "why": run.why}
+        return {"engine": run.site.engine.name, "why": run.site.why}
 
     def end(self, number: int) -> None:
         self.runs.pop(number, None)
@@ -166,31 +156,15 @@ class _Run:
         self.brief = brief
         cuda = brief.device != "cpu" and torch.cuda.is_available()
         self.device = torch.device("cuda" if cuda else "cpu")
-        torch.set_float32_matmul_precision("highest" if brief.precision == "fp32" else "high")
-        setup = replace(brief.setup, device=self.device, start=brief.setup.start.to(self.device))
-        batch = setup.local.batch_size or int(setup.sizes.max())
-        if setup.space.size * batch < ONE_THREAD_BELOW:
-            torch.set_num_threads(1)
-        task = Task.of(brief.model, brief.loss, self.device, brief.precision)
-        federation = federation_of(data).to(self.device, task.space.dtype)
-        task = replace(task, channels_last=takes_channels_last(task, federation))
-        self.setup = setup
-        self.engine: Engine
-        wishes = brief.wishes
-        if wishes.max_memory is None and self.device.type == "cpu":
-            wishes = replace(wishes, max_memory=max(1, device_memory(self.device) // 2 // brief.neighbours))
-        self.engine, self.why = choose_engine(wishes, task, federation, setup, brief.rounds)
-        room = wishes.room(self.device)
-        room.host //= brief.neighbours
-        self.population = Population(brief.clients, setup, Absence(), room)
+        self.site = Site(brief.learning, self.device, brief.setup, federation_of(data))
+        self.setup, self.population = self.site.setup, self.site.population
         self.kept: dict[bool, Kept] = {}  # of the last Work, and of the last probe
 
     def train(self, common: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
         work = self._work(common, share)
         for memory in self.population.kept.values():
             memory.check_known(share["known"], work.w)
-        prepared = self.population.prepare(work)
-        updates = self.population.finish(prepared, self.engine.train(prepared))
+        updates = self.site.train(work)
         rows = {"": updates.rows.matrix} | {
             f"{stage}/{name}": values.matrix
             for stage, sent in updates.sent.items()
