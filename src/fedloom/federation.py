@@ -210,9 +210,10 @@ class Federation:
         held = None if like is None else like.test or like.validation
         x, y = (torch.empty(0), torch.empty(0)) if held is None else (held.x[:2], held.y[:2])
         nobody = torch.empty(0, dtype=torch.int64)
-        parts = {"x": x, "y": y, "index": torch.arange(len(x)), "held": Held(nobody, nobody), "name": "elsewhere"}
-        parts |= {"offsets": torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])}
-        return cls(**parts) if like is None else replace(like, **parts, names=None, report=None, shards=None)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        parts: dict[str, Any] = {"x": x, "y": y, "index": torch.arange(len(x)), "offsets": offsets}
+        parts |= {"held": Held(nobody, nobody), "name": "elsewhere", "names": None, "report": None, "shards": None}
+        return cls(**parts) if like is None else replace(like, **parts)
 
     @classmethod
     def on_disk(

@@ -116,7 +116,7 @@ def start_runs(
     done = {i: run for i, run in enumerate(ready) if isinstance(run, Run)}
     with ExitStack() as folders:
         begun = {
-            i: folders.enter_context(_opened(job, *found, overwrite, resume))
+            i: folders.enter_context(recorded(job.folder, job.config.settled(), *found, overwrite, resume))
             for i, (job, found) in enumerate(zip(jobs, ready, strict=True))
             if not isinstance(found, Run)
         }
@@ -139,11 +139,10 @@ def start_runs(
 
 
 @contextmanager
-def _opened(
-    job: Job, training: Training, federation: Federation, overwrite: bool, resume: bool
+def recorded(
+    folder: Path, config: RunConfig, training: Training, federation: Federation, overwrite: bool, resume: bool
 ) -> Iterator[tuple[Training, Callback, RunConfig]]:
     """A run's folder, with all that is known before the first round, and a callback that writes its history."""
-    folder, config = job.folder, job.config.settled()
     engine = training.simulation.engine
     config = replace(config, engine=engine.name, compile=engine.compile)
     with claim(folder, overwrite, resume):

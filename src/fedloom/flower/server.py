@@ -1,0 +1,277 @@
+"""The server of a real federation: `fit`, with Flower's clients in place of simulated ones."""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from fedloom.errors import ConfigError, FedloomError, RunError, nearest
+from fedloom.evaluate import Score, find_metric
+from fedloom.experiment.config import RunConfig
+from fedloom.experiment.folder import CHECKPOINT, MODEL, write_model
+from fedloom.experiment.run import recorded
+from fedloom.federation import Federation, Holdout
+from fedloom.flower.fleet import Away, Fleet, Terms
+from fedloom.flower.post import Post
+from fedloom.flower.roster import Registrar, Roster
+from fedloom.flower.wire import model_digest, write_local
+from fedloom.local import Local
+from fedloom.method import Method, Pipeline
+from fedloom.stages import Setup
+from fedloom.task import Loss, Precision
+from fedloom.training import Callback, Event, Result, Training
+
+LOG = logging.getLogger("fedloom")
+NEED_DATA = ("labels", "twin", "fairness", "probe")  # diagnostics that read or train on the clients' own samples
+
+
+def serve(
+    grid: Grid,
+    model: nn.Module,
+    method: str | Method = "fedavg",
+    *,
+    clients: int,
+    rounds: int = 50,
+    clients_per_round: int | float | None = None,
+    local: Local | None = None,
+    test: Federation | tuple[Any, Any] | None = None,
+    loss: str | Loss | None = None,
+    metric: str | Score = "accuracy",
+    eval_every: int = 1,
+    patience: int | None = None,
+    evaluate_clients: bool = False,
+    device: str | torch.device = "auto",
+    precision: Precision = "auto",
+    seed: int = 0,
+    callbacks: Sequence[Callback] = (),
+    folder: str | Path | None = None,
+    resume: bool = False,
+    max_diverged: int | None = None,
+    diagnose: str | Sequence[str] | None = None,
+    enrol_timeout: float = 600.0,
+    round_timeout: float = 3600.0,
+    min_replies: int = 1,
+    max_samples: int | None = None,
+) -> Result:
+    """Train a model over the nodes of a Flower federation, as `fl.fit` does over simulated clients.
+
+    It waits `enrol_timeout` seconds for `clients` nodes to introduce themselves; these are the federation for the
+    whole run. Clients that are drawn but not connected, that fail, or whose reply does not fit, are left out of their
+    round; it goes on without those that need more than `round_timeout` seconds. A round with fewer than `min_replies`
+    good replies ends the run, which can be resumed. A client that says that it has more than `max_samples` samples
+    takes no part.
+
+    `test` is a pair (x, y), or a federation whose `test` and `validation` are used, to evaluate on; with
+    `evaluate_clients` the clients that have test data score the model, too (`clients_loss`, `clients_accuracy`).
+    `folder` receives what `fedloom run` writes, with a checkpoint after every round, and `resume` goes on from there.
+    All other settings are those of `fl.fit`.
+    """
+    local = local or Local()
+    _check(clients, enrol_timeout, round_timeout, min_replies, max_samples, diagnose, local)
+    method = Method(method)
+    terms = Terms(float(round_timeout), min_replies, evaluate_clients, find_metric(metric)[0])
+    post = Post(grid)
+    registrar = Registrar(post, model_digest(model), write_local(local), max_samples)
+    where = None if folder is None else Path(folder).expanduser()
+    with ExitStack() as opened:
+        roster = Roster.load(where) if resume and where is not None else None
+        if roster is None:
+            _refuse_other(where)
+            roster = registrar.enrol(clients, enrol_timeout)
+        elif len(roster.members) != clients:
+            raise RunError(f"{where} holds a run of {len(roster.members)} clients, not of {clients}")
+        federation = Federation.elsewhere(roster.sizes, _held_out(test))
+
+        def beyond(pipeline: Pipeline, setup: Setup) -> tuple[Fleet, Away]:
+            fleet = Fleet(post, registrar, roster, terms, method.text, pipeline, setup)
+            return fleet, Away(setup, fleet.accepted)
+
+        training = Training(
+            model,
+            federation,
+            method,
+            rounds=rounds,
+            clients_per_round=clients_per_round,
+            local=local,
+            loss=loss,
+            metric=metric,
+            eval_every=eval_every,
+            patience=patience,
+            device=device,
+            precision=precision,
+            seed=seed,
+            max_diverged=max_diverged,
+            diagnose=diagnose,
+            checkpoint=None if where is None else where / CHECKPOINT,
+            checkpoint_every=None if where is None else 1,
+            resume=where is not None and resume,
+            beyond=beyond,
+        )
+        told: list[Callback] = [_tell]
+        if where is not None:
+            config = _config(training, model, metric, clients)
+            _, record, _ = opened.enter_context(recorded(where, config, training, federation, False, resume))
+            roster.save(where)
+            told.append(record)
+        LOG.info("%s: %d clients, %s samples", method, clients, f"{int(roster.sizes.sum()):,}")
+        result = training.run([*told, *callbacks])
+        if where is not None:
+            write_model(where / MODEL, result.model, len(result.history))
+        return result
+
+
+def _refuse_other(where: Path | None) -> None:
+    """Before anybody is waited for: a folder that holds something else."""
+    if where is not None and where.is_dir() and any(where.iterdir()):
+        raise RunError(f"{where} is not empty and holds no roster of a run to resume; choose another folder")
+
+
+def _check(
+    clients: Any,
+    enrol_timeout: Any,
+    round_timeout: Any,
+    min_replies: Any,
+    max_samples: Any,
+    diagnose: str | Sequence[str] | None,
+    local: Any,
+) -> None:
+    for name, value in (("clients", clients), ("min_replies", min_replies), ("max_samples", max_samples)):
+        if value is None and name == "max_samples":
+            continue
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+    for name, value in (("enrol_timeout", enrol_timeout), ("round_timeout", round_timeout)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e9:
+            raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
+    if not isinstance(local, Local):
+        raise ConfigError(f"local must be a fl.Local, not {type(local).__name__}")
+    from fedloom.diagnosis import named
+
+    for name in set(named(diagnose)) & set(NEED_DATA):
+        raise ConfigError(f"diagnose={name} reads the clients' data, which stay with them")
+
+
+def _held_out(test: Any) -> Federation | None:
+    if test is None or isinstance(test, Federation):
+        return test
+    held = Holdout.of(test, "test")
+    offsets = torch.tensor([0, len(held.x)])
+    federation = Federation.build(held.x, held.y, torch.arange(len(held.x)), offsets, test=held)
+    return federation
+
+
+def _config(training: Training, model: nn.Module, metric: str | Score, clients: int) -> RunConfig:
+    """The settings as a run's folder tells them; data and model are known to the app alone."""
+    setup = training.simulation.setup
+    known = {
+        "data": "flower",
+        "clients": clients,
+        "per_round": setup.per_round,
+        "model": type(model).__name__,
+        "method": training.simulation.method.text,
+        "rounds": training.rounds,
+        "metric": find_metric(metric)[0],
+        "eval_every": training.eval_every,
+        "patience": training.best.patience,
+        "seed": setup.seed,
+        **asdict(setup.local),
+    }
+    return RunConfig().change(known)
+
+
+def _tell(event: Event) -> None:
+    """A line for every round: in a deployment it stands in `flwr log`."""
+    row = event.metrics
+    parts = [f"{row['answered']} of {row['asked']} answered"]
+    names = [n for n in row if n.endswith("_loss") or n.startswith(("test_", "clients_", "validation_"))]
+    parts += [f"{n.replace('_', ' ')} {row[n]:.4f}" for n in names if isinstance(row[n], float)]
+    LOG.info("round %d of %d: %s", event.round, event.rounds, ", ".join(parts))
+
+
+SETTINGS: Mapping[str, type | tuple[type, ...]] = {
+    "method": str,
+    "clients": int,
+    "rounds": int,
+    "clients_per_round": (int, float),
+    "metric": str,
+    "loss": str,
+    "eval_every": int,
+    "patience": int,
+    "evaluate_clients": bool,
+    "device": str,
+    "precision": str,
+    "seed": int,
+    "folder": str,
+    "resume": bool,
+    "max_diverged": int,
+    "diagnose": str,
+    "enrol_timeout": (int, float),
+    "round_timeout": (int, float),
+    "min_replies": int,
+    "max_samples": int,
+}
+
+
+def server_app(
+    model: nn.Module | Callable[[Context], nn.Module],
+    *,
+    test: Any = None,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
+) -> ServerApp:
+    """A Flower ServerApp that serves a method.
+
+    Its settings are those of `serve`; each may be given here, and the run's config (`[tool.flwr.app.config]`, or
+    `flwr run --run-config`) wins: `method`, `clients`, `rounds`, `clients-per-round`, `lr`, `batch-size` and so on.
+    `model` and `test` may be functions of Flower's Context.
+    """
+    app = ServerApp()
+    settled({}, settings)
+
+    def main(grid: Grid, context: Context) -> None:
+        log_to_stdout()
+        try:
+            known = settled(context.run_config, settings)
+            made = model if isinstance(model, nn.Module) else model(context)
+            held = test(context) if callable(test) else test
+            serve(grid, made, test=held, callbacks=callbacks, **known)
+        except FedloomError as error:
+            LOG.error("%s", error)
+            sys.exit(1)
+
+    app.main()(main)
+    return app
+
+
+def settled(run_config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `serve` from a run's config, in which names have hyphens; those of local training go together."""
+    merged = {**defaults, **{name.replace("-", "_"): value for name, value in run_config.items()}}
+    local = dict(asdict(merged.pop("local"))) if isinstance(merged.get("local"), Local) else {}
+    for name in Local.names():
+        if name in merged:
+            local[name] = merged.pop(name)
+    for name, value in merged.items():
+        if name not in SETTINGS:
+            known = [n.replace("_", "-") for n in (*SETTINGS, *Local.names())]
+            raise ConfigError(f"unknown setting {name!r}: {nearest(name.replace('_', '-'), known)}")
+        kind = SETTINGS[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"{name.replace('_', '-')} has a value of another kind: {value!r}")
+    return {**merged, "local": Local(**local)}
+
+
+def log_to_stdout() -> None:
+    """Flower gathers what an app prints."""
+    if not LOG.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        LOG.addHandler(handler)
+        LOG.setLevel(logging.INFO)
