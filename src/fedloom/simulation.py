@@ -25,7 +25,7 @@ from fedloom.task import Loss, Precision, Task, check_fit, takes_channels_last
 
 Returned = TypeVar("Returned")
 Playing = Generator[Work, Updates, Returned]
-Beyond = Callable[[Pipeline, Setup], tuple[Engine, Population]]
+Beyond = Callable[[Pipeline, Setup], tuple[Engine, Population, Pipeline]]
 
 
 def drive(playing: Playing[Returned], train: Callable[[Work], Updates]) -> Returned:
@@ -89,7 +89,9 @@ class Simulation:
         dropout_rate: float = 0.0,
         beyond: Beyond | None = None,
     ) -> "Simulation":
-        """`beyond` brings clients that are not simulated here: an engine that asks them, and their side of a Work."""
+        """`beyond` brings clients that are not simulated here: an engine that asks them, their side of a Work, and the
+        stages as such clients play them.
+        """
         place = find_device(device)
         task = Task.of(model, loss, place, precision)
         name, score = find_metric(metric)
@@ -121,7 +123,7 @@ class Simulation:
         engine: Engine
         population: Population
         if beyond is not None:
-            engine, population = beyond(pipeline, setup)
+            engine, population, pipeline = beyond(pipeline, setup)
             why = ""
         elif wishes.on_ray:
             from fedloom.engines.ray import spread_out

@@ -8,6 +8,7 @@ See docs/flower.md.
 """
 
 from fedloom.flower.version import FLOWER  # isort: split
+
 from fedloom.flower.client import client_app
 from fedloom.flower.grid import LocalGrid
 from fedloom.flower.server import serve, server_app

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedloom.engines.choose import Wishes
 from fedloom.engines.site import Learning, Site
-from fedloom.errors import ConfigError, DataError, FedloomError, MethodError
+from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
 from fedloom.flower.diary import Diary
@@ -199,7 +199,7 @@ class _Client:
 def _pipeline(method: str) -> Pipeline:
     try:
         return Method(method).pipeline()
-    except MethodError as error:
+    except FedloomError as error:
         raise Refused(f"this client does not know the server's method: {error}") from None
 
 

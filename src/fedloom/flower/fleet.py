@@ -10,38 +10,31 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, RecordDict
 from torch import Tensor
 
-from fedloom.engines.answer import answer
 from fedloom.errors import RunError
-from fedloom.flower.client import update_of
-from fedloom.flower.post import Post
+from fedloom.flower.live import live
+from fedloom.flower.post import Absent, Failed, Post
+from fedloom.flower.replies import Answer, Replies
 from fedloom.flower.roster import Registrar, Roster
 from fedloom.flower.wire import (
     EVALUATE,
     TRAIN,
-    Kind,
     Order,
     Refused,
-    check_finite,
     nested,
     pack,
     read_fields,
-    under,
-    unpack,
     write_local,
 )
 from fedloom.memory import Memory, Remembering
 from fedloom.method import Pipeline
 from fedloom.population import Absence, Population
-from fedloom.round import begin_run, probe
-from fedloom.rows import Rows
 from fedloom.space import Buffers
-from fedloom.stages import Metrics, Setup, State, Updates, Work, as_sent
+from fedloom.stages import Metrics, Setup, Updates, Work
 
 LOG = logging.getLogger("fedloom")
 
@@ -51,16 +44,19 @@ class Accepted(Memory):
     still go: to the older of the two checkpoints that are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resumable: bool) -> None:
         super().__init__({"work": "scalar"}, torch.empty(0))
+        self.resumable = resumable
         self.checkpoints: list[int] = []  # Works done at the last two, of those that this session wrote
 
     def saved(self, w: int) -> None:
         super().saved(w)
         self.checkpoints = [*self.checkpoints[-1:], w]
 
-    @property
-    def settled(self) -> int:
+    def settled(self, w: int) -> int:
+        """The Work before which no server will ask again, seen from Work w."""
+        if not self.resumable:
+            return w
         return self.checkpoints[0] if len(self.checkpoints) == 2 else 0
 
     def last(self, client: int, w: int) -> int:
@@ -99,18 +95,9 @@ class Terms:
 
     round_timeout: float = 3600.0
     min_replies: int = 1
+    resumable: bool = False
     evaluate_clients: bool = False
     metric: str = "accuracy"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One client's good reply."""
-
-    place: int  # among the Work's clients
-    steps: int
-    loss: float
-    tensors: State  # empty: it has diverged
 
 
 class Fleet:
@@ -130,9 +117,14 @@ class Fleet:
         setup: Setup,
     ) -> None:
         self.post, self.registrar, self.roster, self.terms = post, registrar, roster, terms
-        self.method, self.pipeline, self.setup = method, pipeline, setup
-        self.accepted = Accepted() if pipeline.stateful else None
-        self.expected: dict[str, Kind] = {}  # of a reply's tensors; found at the first Work
+        self.pipeline = live(pipeline, self)
+        self.one_by_one = self.pipeline is not pipeline
+        self.method, self.setup = method, setup
+        self.out: dict[str, Work] = {}  # of an asynchronous schedule: Works of one client that are out
+        self.ready: list[tuple[Work, Answer]] = []  # of these, what has come back and was not used yet
+        self.heard = time.monotonic()
+        self.accepted = Accepted(terms.resumable) if pipeline.stateful else None
+        self.replies: Replies | None = None  # known from the first Work on
         self.notes: dict[str, list[int]] = {}
 
     def noted(self) -> Metrics:
@@ -149,22 +141,60 @@ class Fleet:
         LOG.warning("client %d (node %d) is left out: %s", client, self.roster.members[client].node, why)
 
     def train(self, work: Work) -> Updates:
-        self.expected = self.expected or reported(self.pipeline, self.setup, work)
+        if self.one_by_one and work.commit:
+            return self._first(work)
         places = self._ready(work)
-        ids = dict(zip(self._send(work, places), places, strict=True))
+        ids = self._send(work, places)
         answers: list[Answer] = []
 
-        def take(id: str, content: RecordDict | str) -> None:
+        def take(id: str, content: RecordDict | Failed) -> None:
             found = self._judged(work, ids[id], content)
             if found is not None:
                 answers.append(found)
 
-        late = self.post.gather([id for id in ids if id], self.terms.round_timeout, take)
-        self.post.forget(late)
-        for id in late:
+        for id in self.post.gather(ids, self.terms.round_timeout, take):
             self.note("silent", int(work.clients[ids[id]]), f"no answer within {self.terms.round_timeout:g} s")
         self._check_enough(work, len(answers))
         return self._updates(work, sorted(answers, key=lambda one: one.place))
+
+    def _first(self, work: Work) -> Updates:
+        """Send a Work of one client; nothing while there are still others to be sent, then whatever comes first."""
+        places = [] if self.roster.members[int(work.clients[0])].node not in self.post.connected() else [0]
+        self.out |= dict.fromkeys(self._send(work, places), work)
+        if not places:
+            self.registrar.welcome_back(self.roster, work.clients.tolist())
+            self.post.pause()
+        while not self.ready and (len(self.out) >= self.setup.per_round or not places):
+            for id, content in self.post.look(self.out).items():
+                asked = self.out.pop(id)
+                found = self._judged(asked, 0, content)
+                if found is not None:
+                    self.ready.append((asked, found))
+            self._give_up_late()
+            if self.ready or len(self.out) < self.setup.per_round:
+                break
+            self.post.pause()
+        if self.ready:
+            self.heard = time.monotonic()
+            asked, found = self.ready.pop(0)
+            answered = self._updates(asked, [found])
+            which = {"work": torch.tensor([asked.w]), "start": asked.start[None]}
+            return replace(answered, extra={**answered.extra, **which})
+        if time.monotonic() - self.heard > 2 * self.terms.round_timeout:
+            raise RunError(f"no client has answered for {2 * self.terms.round_timeout:g} s; resume when one is there")
+        return self._updates(work, [])
+
+    def _give_up_late(self) -> None:
+        late = [id for id in self.out if time.monotonic() - self.post.out[id].at > self.terms.round_timeout]
+        for id in late:
+            client = int(self.out.pop(id).clients[0])
+            self.note("silent", client, f"no answer within {self.terms.round_timeout:g} s")
+        self.post.forget(late)
+
+    def busy(self) -> set[int]:
+        """The clients that are at work under an asynchronous schedule."""
+        at_work = [*self.out.values(), *(work for work, _ in self.ready)]
+        return {int(work.clients[0]) for work in at_work}
 
     def _check_enough(self, work: Work, came: int) -> None:
         needed = min(self.terms.min_replies, len(work))
@@ -197,8 +227,10 @@ class Fleet:
                 LOG.warning("Work %d waits for clients to connect: %s", work.w, ", ".join(map(str, missing)))
             self.post.pause()
 
-    def _send(self, work: Work, places: Sequence[int]) -> list[str | None]:
-        """One message for each place; what is the same for all is packed once, in a record of each message's own."""
+    def _send(self, work: Work, places: Sequence[int]) -> dict[str, int]:
+        """One message for each place, by its id; what is the same for all is packed once, in records of each message's
+        own.
+        """
         own = work.start.dim() == 2
         common = {} if own else dict(pack(_model(work.start, work.buffers)))
         sent = {f"sent/{key}/{n}": v for key, values in work.sent.items() for n, v in values.items()}
@@ -209,14 +241,18 @@ class Fleet:
             one = work.only(torch.tensor([place]))
             model = dict(pack(_model(one.start[0], {n: b[0] for n, b in one.buffers.items()}))) if own else common
             rates = one.rates[0] if one.rates.dim() == 2 else one.rates
-            rates = rates[: _steps(self.setup, client, work.max_steps)]
+            rates = rates[: self._replies(work).steps(client, work.max_steps)]
             records = {
                 "order": self._order(one, client).record(),
                 "model": ArrayRecord(dict(model)),
                 "beside": ArrayRecord({**beside, **pack({"rates": rates})}),
             }
             contents.append((self.roster.members[client].node, RecordDict(records)))
-        return self.post.send(contents, TRAIN, self.terms.round_timeout)
+        ids = self.post.send(contents, TRAIN, self.terms.round_timeout)
+        for place, id in zip(places, ids, strict=True):
+            if id is None:
+                self.note("silent", int(work.clients[place]), "Flower did not take its message")
+        return {id: place for place, id in zip(places, ids, strict=True) if id is not None}
 
     def _order(self, one: Work, client: int) -> Order:
         accepted = self.accepted
@@ -235,80 +271,39 @@ class Fleet:
             wants=json.dumps(sorted(one.wants)),
             commit=one.commit,
             accepted=-1 if accepted is None else accepted.last(client, one.w),
-            settled=0 if accepted is None else accepted.settled,
+            settled=0 if accepted is None else accepted.settled(one.w),
         )
 
-    def _judged(self, work: Work, place: int, content: RecordDict | str) -> Answer | None:
+    def _judged(self, work: Work, place: int, content: RecordDict | Failed) -> Answer | None:
         """A reply that fits, or a note of why it does not."""
         client = int(work.clients[place])
-        if isinstance(content, str):
-            self.note("silent" if content.startswith("it is not there") else "refused", client, content)
+        if isinstance(content, Failed):
+            self.note("silent" if isinstance(content, Absent) else "refused", client, content.why)
             return None
         try:
-            return self._checked(work, place, content)
+            return self._replies(work).check(work, place, content)
         except Refused as error:
             self.note("refused", client, str(error))
             return None
 
-    def _checked(self, work: Work, place: int, content: RecordDict) -> Answer:
-        kinds = {"run": str, "work": int, "client": int, "occurrence": int, "samples": int, "steps": int, "loss": float}
-        told = read_fields(content, "reply", {**kinds, "finite": bool, "forgot": bool})
-        client = int(work.clients[place])
-        asked = (self.roster.run, work.w, client, int(work.occurrence[place]))
-        if (told["run"], told["work"], told["client"], told["occurrence"]) != asked:
-            raise Refused("it answers another Work")
-        if told["samples"] != self.roster.members[client].samples:
-            raise Refused(f"it says that it has {told['samples']} samples now")
-        if told["steps"] != _steps(self.setup, client, work.max_steps):
-            raise Refused(f"it says that it took {told['steps']} steps")
-        if not told["finite"]:
-            unpack(content.get("update"), {}, "the update")
-            return Answer(place, told["steps"], told["loss"], {})
-        tensors = unpack(content.get("update"), self.expected, "the update")
-        buffers = under("buffer", tensors)
-        check_finite({n: t for n, t in tensors.items() if not n.startswith("buffer/")}, "the update")
-        for name, before in work.buffers.items():
-            start = before[place] if work.start.dim() == 2 else before
-            if bool((torch.isfinite(start).cpu() & ~torch.isfinite(buffers[name])).any()):
-                raise Refused(f"the update, buffer/{name} holds NaN or infinity")
-        if not math.isfinite(told["loss"]):
-            raise Refused("its loss is not finite")
-        if told["forgot"]:
-            self.notes.setdefault("forgot", []).append(client)
-            LOG.warning("client %d has lost what it remembered, and begins anew", client)
-        return Answer(place, told["steps"], told["loss"], tensors)
-
     def _updates(self, work: Work, answers: Sequence[Answer]) -> Updates:
-        """All good replies, as the simulator's engines would have answered."""
-        device = self.setup.device
-        places = torch.tensor([one.place for one in answers], dtype=torch.int64)
+        """All good replies; what they tell of is from now on what their clients go on from."""
         good = [one.place for one in answers if one.tensors]
         if self.accepted is not None and work.commit and good:
             self.accepted.accept(work.clients[torch.tensor(good)], work.w)
+        for one in answers:
+            if one.forgot:
+                client = int(work.clients[one.place])
+                self.notes.setdefault("forgot", []).append(client)
+                LOG.warning("client %d has lost what it remembered, and begins anew", client)
+        return self._replies(work).updates(work, answers)
 
-        def stacked(name: str) -> Tensor:
-            kind = self.expected[name]
-            like = torch.zeros(kind.shape, dtype=kind.dtype)
-            values = [one.tensors.get(name, like) for one in answers]
-            found = torch.stack(values) if values else like.new_empty((0, *kind.shape))
-            host = name.startswith(("extra/", "up/")) and not kind.shape
-            return found if host else found.to(device)
-
-        all_of = {name: stacked(name) for name in self.expected}
-        space = self.setup.space
-        return Updates(
-            clients=work.clients[places],
-            slots=work.places[places],
-            counts=work.counts[places],
-            samples=self.setup.sizes[work.clients[places]],
-            steps=torch.tensor([one.steps for one in answers], dtype=torch.int64),
-            loss=torch.tensor([one.loss for one in answers], dtype=torch.float64),
-            finite=torch.tensor([bool(one.tensors) for one in answers], dtype=torch.bool),
-            rows=Rows(all_of["row"], space),
-            buffers=under("buffer", all_of),
-            sent={part.key: as_sent(under(f"up/{part.key}", all_of), space) for part in self.pipeline.clients},
-            extra=under("extra", all_of),
-        )
+    def _replies(self, work: Work) -> Replies:
+        if self.replies is None:
+            own = work.start.dim() == 2
+            buffers = {n: b[0] if own else b for n, b in work.buffers.items()}
+            self.replies = Replies.of(self.pipeline, self.setup, self.roster, buffers)
+        return self.replies
 
     def evaluate(self, round: int, flat: Tensor, buffers: Buffers) -> dict[str, float]:
         """What clients with test data of their own say of a model: means over clients."""
@@ -317,14 +312,18 @@ class Fleet:
         there = set(self.post.connected())
         nodes = {m.node: client for client, m in enumerate(self.roster.members) if m.node in there}
         model = dict(pack(_model(flat, buffers)))
-        asked = {node: RecordDict({"model": ArrayRecord(dict(model))}) for node in nodes}
+        contents = [(node, RecordDict({"model": ArrayRecord(dict(model))})) for node in nodes]
+        asked = dict(zip(self.post.send(contents, EVALUATE, self.terms.round_timeout), nodes, strict=True))
         names = ("clients_loss", f"clients_{self.terms.metric}")
         scores: list[dict[str, float]] = []
-        for node, content in self.post.exchange(asked, EVALUATE, self.terms.round_timeout).items():
+
+        def take(id: str, content: RecordDict | Failed) -> None:
             try:
                 scores.append(_scores(content, names))
             except Refused as error:
-                LOG.warning("client %d (node %d) gives no score: %s", nodes[node], node, error)
+                LOG.warning("client %d (node %d) gives no score: %s", nodes[asked[id]], asked[id], error)
+
+        self.post.gather([id for id in asked if id], self.terms.round_timeout, take)
         values = {name: [found[name] for found in scores if name in found] for name in names}
         return {name: sum(some) / len(some) for name, some in values.items() if some}
 
@@ -333,27 +332,9 @@ def _model(start: Tensor, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"start": start, **nested("buffer", buffers)}
 
 
-def _steps(setup: Setup, client: int, limit: int | None) -> int:
-    steps = setup.local.count_steps(int(setup.sizes[client]))
-    return steps if limit is None else min(steps, limit)
-
-
-def reported(pipeline: Pipeline, setup: Setup, like: Work) -> dict[str, Kind]:
-    """What a client's reply must hold, found by letting the clients' stages end a Work in which nothing happened."""
-    own = like.start.dim() == 2
-    buffers = {n: b[0] if own else b for n, b in like.buffers.items()}
-    work = probe(pipeline, setup, begin_run(pipeline, setup, buffers), torch.tensor([0]))
-    rows = torch.zeros((1, setup.space.size), dtype=setup.space.dtype, device=setup.device)
-    one = torch.ones(1, dtype=torch.float64)
-    extra = {name: rows if name == "mean_gradient" else one for name in work.wants}
-    nothing = answer(work, setup, rows, {n: b[None] for n, b in buffers.items()}, one, [1], extra)
-    ended = Population(pipeline.clients, setup, Absence()).finish(replace(work, buffers=buffers), nothing)
-    return {name: Kind.of(tensor) for name, tensor in update_of(ended, pipeline).items()}
-
-
-def _scores(content: Any, names: Sequence[str]) -> dict[str, float]:
-    if not isinstance(content, RecordDict):
-        raise Refused(str(content) if content else "it did not answer")
+def _scores(content: RecordDict | Failed, names: Sequence[str]) -> dict[str, float]:
+    if isinstance(content, Failed):
+        raise Refused(content.why)
     record = content.get("scores")
     found = read_fields(content, "scores", {n: float for n in names if record and n in record})
     if not found or not all(map(math.isfinite, found.values())):

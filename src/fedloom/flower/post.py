@@ -1,10 +1,9 @@
 """Messages out, replies in: over Flower's public Grid, one reply at a time."""
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -12,9 +11,20 @@ from flwr.serverapp import Grid
 from fedloom.errors import RunError
 from fedloom.flower.wire import brief
 
-LOG = logging.getLogger("fedloom")
 SHORTEST, LONGEST = 0.05, 1.0  # seconds between two looks for replies
-NODE_UNAVAILABLE = 5
+NODE_UNAVAILABLE = 5  # the code of Flower's errors
+Returned = TypeVar("Returned")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A reply that holds no answer."""
+
+    why: str
+
+
+class Absent(Failed):
+    """Its node is gone."""
 
 
 @dataclass(frozen=True)
@@ -38,32 +48,31 @@ class Post:
     _pause: float = SHORTEST
 
     def connected(self) -> list[int]:
-        return list(self.grid.get_node_ids())
+        return list(_reaching(self.grid.get_node_ids))
 
     def send(self, contents: Iterable[tuple[int, RecordDict]], kind: str, patience: float) -> list[str | None]:
         """Push messages, each a (node, content); the id of each, or None where it could not be pushed."""
         messages = [Message(content, node, kind, ttl=patience) for node, content in contents]
         if not messages:
             return []
-        ids = list(self.grid.push_messages(messages))
-        if len(ids) != len(messages):
-            raise RunError(f"Flower took {len(ids)} of {len(messages)} messages; is the model too large for its wire?")
-        for message, id in zip(messages, ids, strict=True):
-            if id:
-                self.out[id] = Sent(message.metadata.dst_node_id, time.monotonic())
+        nodes = [message.metadata.dst_node_id for message in messages]
+        ids = list(_reaching(self.grid.push_messages, messages))
+        if len(ids) != len(nodes):
+            raise RunError(f"Flower took {len(ids)} of {len(nodes)} messages; is the model too large for its wire?")
+        self.out |= {id: Sent(node, time.monotonic()) for id, node in zip(ids, nodes, strict=True) if id}
         self._pause = SHORTEST
         return [id or None for id in ids]
 
-    def look(self, ids: Iterable[str]) -> dict[str, RecordDict | str]:
+    def look(self, ids: Iterable[str]) -> dict[str, RecordDict | Failed]:
         """The replies that have come, or why there will be none."""
-        found: dict[str, RecordDict | str] = {}
+        found: dict[str, RecordDict | Failed] = {}
         for id in list(ids):
             try:
-                replies = list(self.grid.pull_messages([id]))
+                replies = list(_reaching(self.grid.pull_messages, [id]))
+            except RunError:
+                raise
             except Exception as error:  # what a node has put together by hand may fail anywhere
-                if type(error).__module__.partition(".")[0] == "httpx":
-                    raise RunError(f"the SuperLink can't be reached: {brief(error)}") from None
-                found[id] = f"its reply can't be read ({brief(error)})"
+                found[id] = Failed(f"its reply can't be read ({brief(error)})")
                 continue
             for reply in replies[:1]:
                 found[id] = self._content(id, reply)
@@ -73,15 +82,15 @@ class Post:
             self._pause = SHORTEST
         return found
 
-    def _content(self, id: str, reply: Message) -> RecordDict | str:
+    def _content(self, id: str, reply: Message) -> RecordDict | Failed:
         if reply.has_error():
             code, reason = reply.error.code, brief(reply.error.reason or "")
-            return f"it is not there: {reason}" if code == NODE_UNAVAILABLE else f"it failed: {reason}"
+            return Absent(f"it is gone: {reason}") if code == NODE_UNAVAILABLE else Failed(f"it failed: {reason}")
         if reply.metadata.src_node_id != self.out[id].node or reply.metadata.reply_to_message_id != id:
-            return "its reply belongs to another message"
+            return Failed("its reply belongs to another message")
         refusal = reply.content.get("refusal")
         if refusal is not None:
-            return f"it refused: {brief(refusal.get('why', '') if isinstance(refusal, Mapping) else '')}"
+            return Failed(f"it refused: {brief(refusal.get('why', '') if isinstance(refusal, Mapping) else '')}")
         content: RecordDict = reply.content
         return content
 
@@ -95,27 +104,26 @@ class Post:
             self.out.pop(id, None)
 
     def gather(
-        self, ids: Iterable[str], patience: float, take: Callable[[str, RecordDict | str], None], enough: int = 1 << 62
+        self, ids: Iterable[str], patience: float, take: Callable[[str, RecordDict | Failed], None]
     ) -> list[str]:
         """Hand over every reply as it comes, until all are here or patience ends; those that never came."""
-        missing, deadline, came = list(ids), time.monotonic() + patience, 0
+        missing, deadline = list(ids), time.monotonic() + patience
         while missing:
             for id, content in self.look(missing).items():
                 missing.remove(id)
                 take(id, content)
-                came += 1
-            if not missing or came >= enough or time.monotonic() > deadline:
+            if not missing or time.monotonic() > deadline:
                 break
             self.pause()
+        self.forget(missing)
         return missing
 
-    def exchange(self, contents: Mapping[int, RecordDict], kind: str, patience: float) -> dict[int, Any]:
-        """Ask nodes, and wait for all answers: a content, or why there is none."""
-        ids = dict(zip(self.send(contents.items(), kind, patience), contents, strict=True))
-        answers: dict[int, Any] = {}
 
-        def take(id: str, content: RecordDict | str) -> None:
-            answers[ids[id]] = content
-
-        self.forget(self.gather([id for id in ids if id], patience, take))
-        return answers
+def _reaching(call: Callable[..., Returned], *arguments: Any) -> Returned:
+    """Flower tries again for a while by itself; then a SuperLink that is gone ends the run, which can be resumed."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "httpx":
+            raise
+        raise RunError(f"the SuperLink can't be reached: {brief(error)}") from None

@@ -9,10 +9,10 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from flwr.app import ConfigRecord, RecordDict
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedloom.errors import RunError
 from fedloom.experiment.folder import write_text
-from fedloom.flower.post import Post
+from fedloom.flower.post import Absent, Failed, Post
 from fedloom.flower.wire import PROTOCOL, QUERY, Refused, read_fields, run_name
 from fedloom.untrusted import read_bytes
 
@@ -28,6 +28,7 @@ LOG = logging.getLogger("fedloom")
 ROSTER = "roster.json"
 LARGEST = 64 << 20  # bytes of a roster
 MOST_SAMPLES = 1 << 40
+PATIENCE = 3600.0  # seconds that a node may take to introduce itself: it may have to fetch its data first
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Roster:
     run: str
     session: int  # how often a server has begun or resumed it
     members: list[Member]
-    strangers: set[int] = field(default_factory=set)  # nodes that were asked and have no place here
 
     @property
     def sizes(self) -> Tensor:
@@ -73,33 +73,41 @@ class Roster:
             raise RunError(f"{path} can't be read: {error}") from None
 
 
-@dataclass(frozen=True)
-class Registrar:
-    """Asks nodes who they are."""
+class Introduced(NamedTuple):
+    """What a node says of itself."""
 
-    post: Post
-    digest: str  # of the model
-    local: str  # settings that the clients are to train by
-    max_samples: int | None
+    partition: int  # -1: it has no number
+    samples: int
+
+
+class Registrar:
+    """Asks nodes who they are, each once; nobody waits for a node that is slow to answer."""
+
+    def __init__(self, post: Post, digest: str, local: str, max_samples: int | None) -> None:
+        self.post = post
+        self.digest = digest  # of the model
+        self.local = local  # settings that the clients are to train by
+        self.max_samples = max_samples
+        self.known: dict[int, Introduced | None] = {}  # by node; None: it can't take part
+        self.asked: dict[str, int] = {}  # messages that are out, and their nodes
 
     def enrol(self, clients: int, patience: float) -> Roster:
         """Wait until so many clients have introduced themselves."""
         deadline = time.monotonic() + patience
-        found: dict[int, tuple[int, int]] = {}  # by node: partition and samples
-        strangers: set[int] = set()
+        found: dict[int, Introduced] = {}
         told = -1
         while True:
-            fresh = sorted(set(self.post.connected()) - set(found) - strangers)
-            for node, introduced in self.ask(fresh, min(60.0, patience)).items():
-                taken = {partition: other for other, (partition, _) in found.items() if partition >= 0}
-                why = _misplaced(introduced[0], clients, taken) if introduced else "it gave no introduction"
-                if introduced is None or why:
+            for node in self.listen():
+                introduced = self.known[node]
+                if introduced is None:
+                    continue
+                why = _misplaced(introduced.partition, clients, found)
+                if why:
                     LOG.warning("node %d is left out: %s", node, why)
-                    strangers.add(node)
                 elif len(found) < clients:
                     found[node] = introduced
             if len(found) == clients:
-                return Roster(secrets.token_hex(16), 1, _numbered(found, clients), strangers)
+                return Roster(secrets.token_hex(16), 1, _numbered(found, clients))
             if len(found) != told:
                 told = len(found)
                 LOG.info("%d of %d clients are here; waiting for the others", told, clients)
@@ -114,53 +122,57 @@ class Registrar:
         """Let nodes that nobody knows take the places of clients whose own node is gone, if they have their number and
         as many samples: a SuperNode without a registered key gets a new id with every start.
         """
-        fresh = sorted(set(self.post.connected()) - {member.node for member in roster.members} - roster.strangers)
-        if not fresh or not missing:
-            return
-        for node, introduced in self.ask(fresh, 60.0).items():
-            client = -1 if introduced is None else introduced[0]
-            if introduced is None or client not in missing or introduced[1] != roster.members[client].samples:
-                roster.strangers.add(node)
-                LOG.warning("node %d is left out: it is none of the run's clients", node)
+        self.listen()
+        there, members = set(self.post.connected()), {member.node for member in roster.members}
+        for node, introduced in self.known.items():
+            if introduced is None or node in members or node not in there or introduced.partition not in missing:
                 continue
-            LOG.warning("client %d is back as node %d", client, node)
-            roster.members[client] = replace(roster.members[client], node=node)
+            client = introduced.partition
+            if introduced.samples == roster.members[client].samples and roster.members[client].node not in there:
+                LOG.warning("client %d is back as node %d", client, node)
+                roster.members[client] = replace(roster.members[client], node=node)
 
-    def ask(self, nodes: Iterable[int], patience: float) -> dict[int, tuple[int, int] | None]:
-        """Partition and samples of nodes; None: it did not say, or can't take part."""
+    def listen(self) -> list[int]:
+        """Ask nodes that are new, and hear whoever has answered since: their ids."""
+        new = sorted(set(self.post.connected()) - set(self.known) - set(self.asked.values()))
         question = {"protocol": PROTOCOL, "local": self.local}
-        asked = {node: RecordDict({"question": ConfigRecord(question)}) for node in nodes}
-        if not asked:
-            return {}
-        answers = self.post.exchange(asked, QUERY, patience)
-        return {node: self._introduced(node, answers.get(node)) for node in asked}
+        contents = [(node, RecordDict({"question": ConfigRecord(dict(question))})) for node in new]
+        ids = self.post.send(contents, QUERY, PATIENCE)
+        self.asked |= {id: node for id, node in zip(ids, new, strict=True) if id is not None}
+        heard = []
+        for id, answer in self.post.look(self.asked).items():
+            node = self.asked.pop(id)
+            if isinstance(answer, Absent):
+                continue  # to be asked again when it is back
+            self.known[node] = self._introduced(node, answer)
+            heard.append(node)
+        return heard
 
-    def _introduced(self, node: int, answer: Any) -> tuple[int, int] | None:
+    def _introduced(self, node: int, answer: RecordDict | Failed) -> Introduced | None:
         kinds = {"protocol": int, "samples": int, "partition": int, "digest": str}
         try:
-            if not isinstance(answer, RecordDict):
-                raise Refused(str(answer) if answer else "it did not answer")
+            if isinstance(answer, Failed):
+                raise Refused(answer.why)
             found = read_fields(answer, "introduction", kinds)
             if found["digest"] != self.digest:
                 raise Refused("it has another model than the server")
             if not 0 < found["samples"] <= (self.max_samples or MOST_SAMPLES):
                 raise Refused(f"it says that it has {found['samples']} samples")
         except Refused as error:
-            LOG.warning("node %d: %s", node, error)
+            LOG.warning("node %d is left out: %s", node, error)
             return None
-        return found["partition"], found["samples"]
+        return Introduced(found["partition"], found["samples"])
 
 
-def _misplaced(partition: int, clients: int, taken: dict[int, int]) -> str:
+def _misplaced(partition: int, clients: int, found: Mapping[int, Introduced]) -> str:
     if partition >= clients:
         return f"its partition-id is {partition}, but there are {clients} clients"
-    if partition in taken:
-        return f"node {taken[partition]} has its partition-id, {partition}, already"
-    return ""
+    taken = [node for node, other in found.items() if other.partition == partition >= 0]
+    return f"node {taken[0]} has its partition-id, {partition}, already" if taken else ""
 
 
-def _numbered(found: dict[int, tuple[int, int]], clients: int) -> list[Member]:
-    placed = {partition: node for node, (partition, _) in found.items() if partition >= 0}
+def _numbered(found: Mapping[int, Introduced], clients: int) -> list[Member]:
+    placed = {introduced.partition: node for node, introduced in found.items() if introduced.partition >= 0}
     free = iter(sorted(set(range(clients)) - set(placed)))
-    placed |= {next(free): node for node, (partition, _) in sorted(found.items()) if partition < 0}
-    return [Member(placed[client], found[placed[client]][1]) for client in range(clients)]
+    placed |= {next(free): node for node in sorted(found) if found[node].partition < 0}
+    return [Member(placed[client], found[placed[client]].samples) for client in range(clients)]

@@ -77,10 +77,10 @@ def serve(
     local = local or Local()
     _check(clients, enrol_timeout, round_timeout, min_replies, max_samples, diagnose, local)
     method = Method(method)
-    terms = Terms(float(round_timeout), min_replies, evaluate_clients, find_metric(metric)[0])
+    where = None if folder is None else Path(folder).expanduser()
+    terms = Terms(float(round_timeout), min_replies, where is not None, evaluate_clients, find_metric(metric)[0])
     post = Post(grid)
     registrar = Registrar(post, model_digest(model), write_local(local), max_samples)
-    where = None if folder is None else Path(folder).expanduser()
     with ExitStack() as opened:
         roster = Roster.load(where) if resume and where is not None else None
         if roster is None:
@@ -90,9 +90,9 @@ def serve(
             raise RunError(f"{where} holds a run of {len(roster.members)} clients, not of {clients}")
         federation = Federation.elsewhere(roster.sizes, _held_out(test))
 
-        def beyond(pipeline: Pipeline, setup: Setup) -> tuple[Fleet, Away]:
+        def beyond(pipeline: Pipeline, setup: Setup) -> tuple[Fleet, Away, Pipeline]:
             fleet = Fleet(post, registrar, roster, terms, method.text, pipeline, setup)
-            return fleet, Away(setup, fleet.accepted)
+            return fleet, Away(setup, fleet.accepted), fleet.pipeline
 
         training = Training(
             model,
