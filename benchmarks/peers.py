@@ -202,10 +202,11 @@ def flower(case: Case, data: fl.Federation, device: torch.device, rounds: int) -
     def train(message: Message, context: Context) -> Message:
         import peers  # by its name: the actor's own module, whose cache outlives the call
 
-        return peers.flower_client(message, context)
+        reply: Message = peers.flower_client(message, context)
+        return reply
 
     def count(replies: list[RecordDict], _: str) -> MetricRecord:
-        counts.append(sum(int(reply["metrics"]["gradients"]) for reply in replies))
+        counts.append(sum(round(float(str(reply["metrics"]["gradients"]))) for reply in replies))
         return MetricRecord()
 
     def tick(server_round: int, _: ArrayRecord) -> None:
@@ -231,8 +232,8 @@ def flower(case: Case, data: fl.Federation, device: torch.device, rounds: int) -
         client.train()(train)
         server.main()(main)
         cores = os.cpu_count() or 1
-        share = {"num_cpus": 1, "num_gpus": 1 / cores if device.type == "cuda" else 0.0}
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        share: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1 / cores if device.type == "cuda" else 0.0}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         run_simulation(server, client, case.clients, backend_config={"client_resources": share, "init_args": quiet})
         ray.shutdown()
     if counts != [case.a_round] * (rounds + 1):

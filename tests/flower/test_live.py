@@ -1,5 +1,6 @@
 """FedAsync with clients that take their own time, against the recursion in NumPy."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ class Unhurried(LocalGrid):
             self.looks[id] = self.slow.get(number, 0) if message.metadata.message_type.startswith("train") else 0
             if "order" in message.content:
                 w = int(message.content["order"]["work"])
-                self.seen[w] = message.content["model"]["start"].numpy()
+                self.seen[w] = message.content.array_records["model"]["start"].numpy()
                 if reply.has_content() and "update" in reply.content:
-                    self.rows[w] = reply.content["update"]["row"].numpy()
+                    self.rows[w] = reply.content.array_records["update"]["row"].numpy()
         return ids
 
     def pull_messages(self, message_ids: Any) -> list[Message]:
@@ -102,7 +103,7 @@ def test_what_is_older_than_allowed_is_left_out(tmp_path: Path) -> None:
 
 
 def test_what_fails_or_is_too_late_is_replaced(tmp_path: Path) -> None:
-    def mod(message: Message, context: Context, call_next: Any) -> Message:
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         if message.metadata.message_type.startswith("train") and context.node_config["partition-id"] == 1:
             raise RuntimeError("always")
         return call_next(message, context)

@@ -21,6 +21,7 @@ from fedloom.flower.wire import Kind, Refused, anything, pack, unpack
 from tests.flower.in_process import apart, app_for, clients, mlp, served, simulated
 
 Content = Any  # a RecordDict
+Call = Callable[[Message, Context], Message]
 Harm = Callable[[Content], Content | None]
 HOSTILE = 1
 
@@ -28,7 +29,7 @@ HOSTILE = 1
 def hostile(harm: Harm, memory: Path, kind: str = "train") -> LocalGrid:
     """Five nodes, one of whose replies to messages of a kind is changed by its owner."""
 
-    def mod(message: Message, context: Context, call_next: Any) -> Message:
+    def mod(message: Message, context: Context, call_next: Call) -> Message:
         reply = call_next(message, context)
         if context.node_config["partition-id"] != HOSTILE or not message.metadata.message_type.startswith(kind):
             return reply
@@ -208,12 +209,12 @@ def test_nodes_that_do_not_fit_are_no_clients(tmp_path: Path, caplog: pytest.Log
 def test_no_bytes_make_anything_but_a_refusal(data: bytes, dtype: str, header: bool) -> None:
     content = (promising("(4,)")[:-64] if header else b"") + data
     record = ArrayRecord({"row": Array(dtype, (4,), "numpy.ndarray", content)})
-    for read in (lambda: unpack(record, {"row": Kind((4,), torch.float64)}, "it"), lambda: anything(record, 99, "it")):
+    for exact in (True, False):
         try:
-            found = read()["row"]
+            found = unpack(record, {"row": Kind((4,), torch.float64)}, "it") if exact else anything(record, 99, "it")
         except Refused:
             continue
-        assert found.shape == (4,)
+        assert found["row"].shape == (4,)
         assert len(data) == 32
 
 
@@ -232,7 +233,7 @@ def asked_by(change: Callable[[Content], None], memory: Path, kind: str = "train
     """Nodes whose server sends one of them something else; what they answer to that."""
     answers: list[str] = []
 
-    def mod(message: Message, context: Context, call_next: Any) -> Message:
+    def mod(message: Message, context: Context, call_next: Call) -> Message:
         mine = context.node_config["partition-id"] == HOSTILE and message.metadata.message_type.startswith(kind)
         if mine:
             change(message.content)
@@ -312,7 +313,7 @@ def test_an_order_that_is_over_is_refused(tmp_path: Path) -> None:
     """Somebody plays an earlier message again: what the client remembers since must not be forgotten for it."""
     kept: list[Message] = []
 
-    def mod(message: Message, context: Context, call_next: Any) -> Message:
+    def mod(message: Message, context: Context, call_next: Call) -> Message:
         if message.metadata.message_type.startswith("train") and context.node_config["partition-id"] == HOSTILE:
             kept.append(message)
         return call_next(message, context)
@@ -323,7 +324,7 @@ def test_an_order_that_is_over_is_refused(tmp_path: Path) -> None:
     before = path.read_bytes()
     context = Context(1, 1_000_001, {"partition-id": HOSTILE}, RecordDict(), {})
     reply = app(kept[0], context)
-    assert "Work 0 is over" in reply.content["refusal"]["why"]
+    assert "Work 0 is over" in str(reply.content["refusal"]["why"])
     assert path.read_bytes() == before
     again = app(kept[-2], context)  # the last: it is played again, as after a lost answer
     assert "reply" in again.content

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -30,6 +30,7 @@ from fedloom.flower.wire import (
     model_digest,
     nested,
     pack,
+    plain_record,
     read_fields,
     read_local,
     read_names,
@@ -91,7 +92,7 @@ def _answering(answer: Answer) -> Callable[[Message, Context], Message]:
             content = answer(message, context)
         except FedloomError as error:
             LOG.warning("refused: %s", error)
-            content = RecordDict({"refusal": ConfigRecord({"why": str(error)[:TOLD]})})
+            content = RecordDict({"refusal": plain_record({"why": str(error)[:TOLD]})})
         return Message(content, reply_to=message)
 
     return reply
@@ -122,7 +123,7 @@ class _Client:
             "partition": partition if type(partition) is int else -1,
             "digest": model_digest(model),
         }
-        return RecordDict({"introduction": ConfigRecord(known)})
+        return RecordDict({"introduction": plain_record(known)})
 
     def train(self, message: Message, context: Context) -> RecordDict:
         """Train as ordered, and remember it before anybody hears of it."""
@@ -169,7 +170,7 @@ class _Client:
         assert moved.test is not None  # nosec B101  # for the type checker
         place = {n: t.to(find_device(self.device)) for n, t in arrays.items()}
         found = evaluator.measure(place["start"], under("buffer", place), moved.test, "clients")
-        return RecordDict({"scores": ConfigRecord({name: float(value) for name, value in found.items()})})
+        return RecordDict({"scores": plain_record({name: float(value) for name, value in found.items()})})
 
     def _made(self, context: Context) -> tuple[nn.Module, Federation]:
         model = self.model if isinstance(self.model, nn.Module) else self.model(context)
@@ -267,7 +268,7 @@ def _reply(order: Order, updates: Updates, pipeline: Pipeline, forgot: bool) -> 
         "forgot": forgot,
     }
     return RecordDict(
-        {"reply": ConfigRecord(told), "update": pack(update_of(updates, pipeline)) if finite else _none()}
+        {"reply": plain_record(told), "update": pack(update_of(updates, pipeline)) if finite else _none()}
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedloom.errors import RunError
@@ -242,7 +242,7 @@ class Fleet:
             model = dict(pack(_model(one.start[0], {n: b[0] for n, b in one.buffers.items()}))) if own else common
             rates = one.rates[0] if one.rates.dim() == 2 else one.rates
             rates = rates[: self._replies(work).steps(client, work.max_steps)]
-            records = {
+            records: dict[str, ArrayRecord | ConfigRecord | MetricRecord] = {
                 "order": self._order(one, client).record(),
                 "model": ArrayRecord(dict(model)),
                 "beside": ArrayRecord({**beside, **pack({"rates": rates})}),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedloom.errors import FedloomError
@@ -121,10 +121,10 @@ class Nodes:
 
     def _request(self, message: Message) -> Request:
         name, arrays = _the_arrays(message)
-        configs = message.content.config_records
+        configs = [record for record in message.content.values() if isinstance(record, ConfigRecord)]
         if len(configs) != 1:
             raise ValueError(f"a message to train needs one ConfigRecord with server-round, not {len(configs)}")
-        (config,) = configs.values()
+        (config,) = configs
         round, lr, mu = (
             config.get(key, default)
             for key, default in (("server-round", 0), ("lr", self.simulation.setup.local.lr), ("proximal-mu", 0.0))
@@ -171,11 +171,10 @@ class _Models:
 
 def _the_arrays(message: Message) -> tuple[str, ArrayRecord]:
     """The one record with arrays, whatever a strategy calls it."""
-    found = message.content.array_records
+    found = [(name, record) for name, record in message.content.items() if isinstance(record, ArrayRecord)]
     if len(found) != 1:
         raise ValueError(f"a message needs one ArrayRecord with the model, not {len(found)}")
-    ((name, arrays),) = found.items()
-    return name, arrays
+    return found[0]
 
 
 def _reply(message: Message, metrics: dict[str, int | float], arrays: dict[str, ArrayRecord] | None = None) -> Message:

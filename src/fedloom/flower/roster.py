@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import RecordDict
 from torch import Tensor
 
 from fedloom.errors import RunError
 from fedloom.experiment.folder import write_text
 from fedloom.flower.post import Absent, Failed, Post
-from fedloom.flower.wire import PROTOCOL, QUERY, Refused, read_fields, run_name
+from fedloom.flower.wire import PROTOCOL, QUERY, Refused, plain_record, read_fields, run_name
 from fedloom.untrusted import read_bytes
 
 LOG = logging.getLogger("fedloom")
@@ -136,7 +136,7 @@ class Registrar:
         """Ask nodes that are new, and hear whoever has answered since: their ids."""
         new = sorted(set(self.post.connected()) - set(self.known) - set(self.asked.values()))
         question = {"protocol": PROTOCOL, "local": self.local}
-        contents = [(node, RecordDict({"question": ConfigRecord(dict(question))})) for node in new]
+        contents = [(node, RecordDict({"question": plain_record(question)})) for node in new]
         ids = self.post.send(contents, QUERY, PATIENCE)
         self.asked |= {id: node for id, node in zip(ids, new, strict=True) if id is not None}
         heard = []

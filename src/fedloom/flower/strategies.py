@@ -228,7 +228,7 @@ def _bytes(message: Message) -> int:
     """Of all numbers in its arrays."""
     if not _trains(message):
         return 0
-    records = message.content.array_records.values()
+    records = [record for record in message.content.values() if isinstance(record, ArrayRecord)]
     return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for record in records for a in record.values())
 
 
@@ -241,15 +241,16 @@ def _check(strategy: Any, federation: Any, rounds: Any, eval_every: Any, callbac
             raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise ConfigError("callbacks must be a list of functions of one fl.Event")
-    if isinstance(federation, Federation):
-        inner = getattr(strategy, "strategy", strategy)  # of a wrapper, such as those for differential privacy
-        for name in ("min_available_nodes", "min_train_nodes", "min_evaluate_nodes"):
-            least = getattr(inner, name, 0)
-            if least > len(federation):  # Flower would wait for further nodes for ever
-                raise ConfigError(
-                    f"{type(strategy).__name__} waits for {name}={least} nodes, but the federation has "
-                    f"{len(federation)} clients; lower it"
-                )
+    if not isinstance(federation, Federation):
+        raise ConfigError(f"federation must be a fl.Federation, not {type(federation).__name__}")
+    inner = getattr(strategy, "strategy", strategy)  # of a wrapper, such as those for differential privacy
+    for name in ("min_available_nodes", "min_train_nodes", "min_evaluate_nodes"):
+        least = getattr(inner, name, 0)
+        if least > len(federation):  # Flower would wait for further nodes for ever
+            raise ConfigError(
+                f"{type(strategy).__name__} waits for {name}={least} nodes, but the federation has "
+                f"{len(federation)} clients; lower it"
+            )
 
 
 def _cohort(strategy: Strategy, clients: int) -> int:

@@ -119,6 +119,11 @@ def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
             raise Refused(f"{what}, {brief(name)} holds NaN or infinity")
 
 
+def plain_record(values: Mapping[str, Any]) -> ConfigRecord:
+    """Plain values as a record of their own."""
+    return ConfigRecord(dict(values))
+
+
 def read_fields(content: RecordDict, name: str, kinds: Mapping[str, type]) -> dict[str, Any]:
     """The plain values of a record: exactly these, each of its type."""
     record = content.get(name)
@@ -173,7 +178,7 @@ class Order:
     settled: int  # no server will ever go back to before this Work
 
     def record(self) -> ConfigRecord:
-        return ConfigRecord({"protocol": PROTOCOL, **asdict(self)})
+        return plain_record({"protocol": PROTOCOL, **asdict(self)})
 
     @classmethod
     def read(cls, content: RecordDict) -> "Order":
