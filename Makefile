@@ -19,7 +19,7 @@ help:  ## this list
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,text,parquet,tff,tune,ui,track,privacy,ray]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,text,parquet,tff,tune,ui,track,privacy,ray,flower]'
 	touch $@
 
 .data/.unpacked: $(STAMP) $(wildcard $(SHARED)/SHA256SUMS)

@@ -1,13 +1,16 @@
 """Mods around a real ClientApp, over a grid in one process."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, RunError
 from fedloom.flower.grid import LocalGrid
 from fedloom.flower.mods import Mod, clip_mod, proximal_mod
+from tests.flower.in_process import apart, app_for, clients, served, simulated
 
 START = {"w": np.array([1.0, -2.0, 0.5], np.float32), "b": np.array([0.25]), "seen": np.array(7)}
 
@@ -139,3 +142,27 @@ def test_values_without_meaning_are_refused(value: float) -> None:
         proximal_mod(value)
     with pytest.raises(ConfigError, match="norm must be"):
         clip_mod(value)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "adabest", "fedprox(mu=0.2)"])
+def test_the_proximal_mod_makes_fedloom_s_own_client_a_fedprox_client(method: str, tmp_path: Path) -> None:
+    data = clients()
+    grid = LocalGrid.of_app(app_for(data, tmp_path, mods=[proximal_mod(0.3)]), len(data))
+    real = served(method, tmp_path, grid=grid)
+    other = simulated("fedprox(mu=0.5)" if "fedprox" in method else f"{method}+fedprox(mu=0.3)")
+    assert apart(real.params, other.params) < 1e-12
+
+
+def test_the_clip_mod_bounds_what_fedloom_s_own_client_sends(tmp_path: Path) -> None:
+    data = clients()
+    grid = LocalGrid.of_app(app_for(data, tmp_path, mods=[clip_mod(0.05)]), len(data))
+    real = served("fedavg", tmp_path, grid=grid)
+    assert apart(real.params, simulated("fedavg+clip(norm=0.05)").params) < 1e-12
+    assert apart(real.params, simulated("fedavg").params) > 1e-3
+
+
+def test_the_clip_mod_lets_nothing_unbounded_through(tmp_path: Path) -> None:
+    data = clients()
+    grid = LocalGrid.of_app(app_for(data, tmp_path, mods=[clip_mod(0.05)]), len(data))
+    with pytest.raises(RunError, match="Work 0 has 0 usable replies"):
+        served("scaffold", tmp_path, grid=grid)

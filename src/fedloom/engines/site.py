@@ -47,9 +47,12 @@ class Site:
         room.host //= learning.neighbours
         self.population = Population(learning.clients, setup, Absence(), room)
 
-    def train(self, work: Work) -> Updates:
-        """Train the clients of a Work; they remember it."""
+    def train(self, work: Work, pull: float = 0.0) -> Updates:
+        """Train the clients of a Work, pulled to its start by so much more; they remember it."""
         prepared = self.population.prepare(work)
+        if pull:
+            own = torch.full((len(prepared),), pull, dtype=torch.float64)
+            prepared = replace(prepared, pull=own if prepared.pull is None else prepared.pull.cpu() + own)
         return self.population.finish(prepared, self.engine.train(prepared))
 
 

@@ -22,6 +22,7 @@ from fedloom.flower.diary import Diary
 from fedloom.flower.wire import (
     ACTION,
     PROTOCOL,
+    PULL,
     TOLD,
     Kind,
     Order,
@@ -153,7 +154,7 @@ class _Client:
             if memory:
                 diary = opened.enter_context(Diary.open(self._folder(context), order.run, order.client))
                 knew = diary.recall(order, memory)
-            updates = site.train(work)
+            updates = site.train(work, _pull(message.content))
             if memory and order.commit:
                 diary.write(order, memory)
         return _reply(order, updates, pipeline, forgot=not knew)
@@ -195,6 +196,11 @@ class _Client:
 
     def _folder(self, context: Context) -> Path:
         return Path(self.memory or str(context.node_config.get("memory", MEMORY))).expanduser()
+
+
+def _pull(content: RecordDict) -> float:
+    """FedProx's mu, where a mod of this client asks for it."""
+    return 0.0 if PULL not in content else float(read_fields(content, PULL, {"proximal-mu": float})["proximal-mu"])
 
 
 def _pipeline(method: str) -> Pipeline:

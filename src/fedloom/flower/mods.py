@@ -1,4 +1,5 @@
-"""Two remedies as Flower's mods: for every ClientApp that follows the contract of Flower's strategies.
+"""Two remedies as Flower's mods: for `client_app`, and for every ClientApp that follows the contract of Flower's
+strategies.
 
 >>> from flwr.clientapp import ClientApp
 >>> app = ClientApp(mods=[proximal_mod(0.1), clip_mod(1.0)])
@@ -12,6 +13,7 @@ import numpy as np
 
 import fedloom.flower.private  # noqa: F401  # a missing Flower is told before it is looked for
 from fedloom.errors import ConfigError
+from fedloom.flower.wire import PULL, TRAIN
 
 # isort: split
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
@@ -29,7 +31,9 @@ def proximal_mod(mu: float) -> Mod:
         raise ConfigError(f"proximal_mod: mu must be a finite number of at least 0, not {mu!r}")
 
     def pull(message: Message, context: Context, call_next: Call) -> Message:
-        if _trains(message):
+        if message.metadata.message_type == TRAIN:
+            message.content[PULL] = ConfigRecord({"proximal-mu": float(mu)})
+        elif _trains(message):
             for config in _configs(message):
                 config["proximal-mu"] = float(mu)
         return call_next(message, context)
@@ -39,12 +43,15 @@ def proximal_mod(mu: float) -> Mod:
 
 def clip_mod(norm: float) -> Mod:
     """Shorten the update, reply minus received, to at most this norm over all floating-point arrays; others are left
-    as they are, and so is a reply that is not finite, which is the server's to refuse.
+    as they are, and so is a reply that is not finite, which is the server's to refuse. What a client of Fedloom
+    remembers is its own, unclipped update; a method whose clients send more than an update (SCAFFOLD) fails.
     """
     if not _is_number(norm) or not 0 < norm < math.inf:
         raise ConfigError(f"clip_mod: norm must be a finite number above 0, not {norm!r}")
 
     def clip(message: Message, context: Context, call_next: Call) -> Message:
+        if message.metadata.message_type == TRAIN:
+            return _clip_update(call_next(message, context), norm)
         if not _trains(message):
             return call_next(message, context)
         before = _floats(_only(message, "received"))  # an app may change what it got
@@ -55,6 +62,18 @@ def clip_mod(norm: float) -> Mod:
         return reply
 
     return clip
+
+
+def _clip_update(reply: Message, norm: float) -> Message:
+    """A client of Fedloom sends the update itself."""
+    update = reply.content.array_records.get("update", ArrayRecord({}))
+    more = [name for name, array in update.items() if name.startswith("up/") and array.shape]
+    if more:
+        raise ValueError(f"clip_mod can't bound what the method sends beside its update: {more[0]}")
+    if "row" in update:
+        row = update["row"].numpy()
+        update.update(_clipped({"row": np.zeros_like(row)}, {"row": row}, norm))
+    return reply
 
 
 def _clipped(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray], norm: float) -> dict[str, Array]:

@@ -23,6 +23,7 @@ from fedloom.local import Local
 PROTOCOL = 1
 ACTION = "fedloom"
 TRAIN, EVALUATE, QUERY = f"train.{ACTION}", f"evaluate.{ACTION}", f"query.{ACTION}"
+PULL = "pull"  # a record that a mod of the client's own adds: FedProx's mu
 NUMPY = "numpy.ndarray"
 HEADER = 4096  # bytes of an array beyond its numbers, at most
 TOLD = 500  # characters of a message from outside that are repeated
