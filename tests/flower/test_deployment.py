@@ -189,3 +189,29 @@ def test_a_killed_server_goes_on_at_its_round(method: str, deployment: Deploymen
     third = deployment.run(HOSPITAL, **config)  # of a finished run there is nothing left to do
     assert deployment.wait(third, timeout=60) == "finished:completed", deployment.log(third)
     assert "round" not in deployment.log(third).replace("rounds", "")
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_goes_on(deployment: Deployment, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"method": STACK, "rounds": 4, "folder": str(tmp_path / "run")}
+    first = deployment.run(HOSPITAL, **config)
+    deployment.wait_for_log(first, "round 1 of 4", timeout=120)
+    server = deployment.server_process(first)
+    deployment.stop(first)
+    wait_until(lambda: server not in deployment.superlink.processes(), 60, "its end", deployment.superlink.log)
+    for node in deployment.nodes:
+        node.wait_idle(timeout=60)
+    second = deployment.run(HOSPITAL, **config)
+    assert deployment.wait(second, timeout=180) == "finished:completed", deployment.log(second)
+    assert "round 1 of 4" not in deployment.log(second)
+    check_same(tmp_path / "run", simulated(STACK, 4))
+
+
+@pytest.mark.long
+def test_what_is_wrong_is_told_in_the_run_s_log(deployment: Deployment, tmp_path: Path) -> None:
+    run = deployment.run(HOSPITAL, clients=4, **{"clients-per-round": 2, "enrol-timeout": 15.0})
+    assert deployment.wait(run, timeout=90) == "finished:failed"
+    assert "only 3 of 4 clients introduced themselves within 15 s" in deployment.log(run)
+    run = deployment.run(HOSPITAL, method="adabst")
+    assert deployment.wait(run, timeout=60) == "finished:failed"
+    assert "did you mean adabest?" in deployment.log(run)

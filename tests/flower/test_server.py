@@ -1,5 +1,6 @@
 """A server over in-process nodes equals the simulator: every method, its history, memory and restarts."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,15 @@ def test_a_finished_run_is_told_again_without_clients(tmp_path: Path) -> None:
     nobody = LocalGrid(5, lambda messages: pytest.fail("somebody was asked"))
     again = served("adabest", tmp_path / "memory", folder=tmp_path / "run", resume=True, grid=nobody)
     assert torch.equal(again.params, first.params)
+
+
+def test_a_server_ended_before_its_first_round_is_begun_anew(tmp_path: Path) -> None:
+    served("adabest", tmp_path / "m", folder=tmp_path / "run", rounds=1)
+    (tmp_path / "run" / "roster.json").unlink()
+    with pytest.raises(fl.RunError, match=r"no roster.json of a run"):
+        served("adabest", tmp_path / "m", folder=tmp_path / "run", resume=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoint")
+    check_same(served("adabest", tmp_path / "m", folder=tmp_path / "run", resume=True), simulated("adabest"))
 
 
 def test_another_runs_folder_is_refused_before_anybody_is_waited_for(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.errors import ConfigError, RunError
-from fedloom.flower.side_by_side import side_by_side
 from fedloom.flower.strategies import fit_strategy
+from fedloom.flower.table import side_by_side
 from fedloom.report.table import csv_text, table
 from tests.flower import numpy_reference as reference
 

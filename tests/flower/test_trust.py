@@ -253,6 +253,7 @@ ORDERS: dict[str, tuple[Callable[[Content], None], str]] = {
     "a path": (ordered(run="../../../../etc/cron.d/x".ljust(32, "0")), "out of range"),
     "a client below none": (ordered(client=-1), "out of range"),
     "a client above all": (ordered(client=99), "out of range"),
+    "too many clients": (ordered(client=10**12, clients=10**13), "out of range"),
     "another protocol": (ordered(protocol=2), "another protocol"),
     "an unknown method": (ordered(method="evil(__import__('os'))"), "does not know the server's method"),
     "no settings": (ordered(local="["), "settings of local training"),

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fedloom.flower.grid import LocalGrid
     from fedloom.flower.mods import clip_mod, proximal_mod
     from fedloom.flower.server import serve, server_app
-    from fedloom.flower.side_by_side import side_by_side
     from fedloom.flower.strategies import fit_strategy
+    from fedloom.flower.table import side_by_side
 
 __all__ = [
     "FLOWER",
@@ -40,7 +40,7 @@ _WHERE = {
     "proximal_mod": "mods",
     "serve": "server",
     "server_app": "server",
-    "side_by_side": "side_by_side",
+    "side_by_side": "table",
 }
 
 

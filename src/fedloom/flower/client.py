@@ -214,7 +214,8 @@ def _numbered(federation: Federation, client: int) -> Federation:
     """A client's own samples, under its number in the federation."""
     here = federation.holding(torch.tensor([0]))
     mine = torch.from_numpy(here.positions([len(here) - 1])[0])
-    offsets = torch.tensor([0] * (client + 1) + [len(mine)])
+    offsets = torch.zeros(client + 2, dtype=torch.int64)
+    offsets[-1] = len(mine)
     own = {"index": torch.arange(len(mine)), "offsets": offsets, "held": None, "names": None, "report": None}
     return replace(here, x=here.x[mine], y=here.y[mine], **own)  # type: ignore[arg-type]
 

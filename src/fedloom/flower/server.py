@@ -13,15 +13,16 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
+from fedloom.checkpoint import exist
 from fedloom.errors import ConfigError, FedloomError, RunError, nearest
 from fedloom.evaluate import Score, find_metric
 from fedloom.experiment.config import RunConfig
-from fedloom.experiment.folder import CHECKPOINT, MODEL, write_model
+from fedloom.experiment.folder import CHECKPOINT, MARK, MODEL, write_model
 from fedloom.experiment.run import recorded
 from fedloom.federation import Federation, Holdout
 from fedloom.flower.fleet import Away, Fleet, Terms
 from fedloom.flower.post import Post
-from fedloom.flower.roster import Registrar, Roster
+from fedloom.flower.roster import ROSTER, Registrar, Roster
 from fedloom.flower.wire import model_digest, write_local
 from fedloom.local import Local
 from fedloom.method import Method, Pipeline
@@ -84,7 +85,7 @@ def serve(
     with ExitStack() as opened:
         roster = Roster.load(where) if resume and where is not None else None
         if roster is None:
-            _refuse_other(where)
+            _refuse_other(where, resume)
             roster = registrar.enrol(clients, enrol_timeout)
         elif len(roster.members) != clients:
             raise RunError(f"{where} holds a run of {len(roster.members)} clients, not of {clients}")
@@ -128,10 +129,16 @@ def serve(
         return result
 
 
-def _refuse_other(where: Path | None) -> None:
-    """Before anybody is waited for: a folder that holds something else."""
-    if where is not None and where.is_dir() and any(where.iterdir()):
-        raise RunError(f"{where} is not empty and holds no roster of a run to resume; choose another folder")
+def _refuse_other(where: Path | None, resume: bool) -> None:
+    """Before anybody is waited for: a folder that holds something else, not just what a server left that was ended
+    before its first round.
+    """
+    if where is None or not where.is_dir() or not any(where.iterdir()):
+        return
+    if not resume:
+        raise RunError(f"{where} is not empty; choose another folder, or resume the run that is in it")
+    if exist(where / CHECKPOINT) or not (where / MARK).is_file():
+        raise RunError(f"{where} is not empty, but holds no {ROSTER} of a run to resume; choose another folder")
 
 
 def _check(

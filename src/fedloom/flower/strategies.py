@@ -1,5 +1,5 @@
 """Flower's own strategies over a federation, with the history of `fl.fit`, so that both kinds stand in one table
-(see `fedloom.flower.side_by_side`).
+(see `fedloom.flower.table`).
 
 >>> import fedloom as fl
 >>> from flwr.serverapp.strategy import FedAvg

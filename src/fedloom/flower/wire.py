@@ -25,6 +25,7 @@ ACTION = "fedloom"
 TRAIN, EVALUATE, QUERY = f"train.{ACTION}", f"evaluate.{ACTION}", f"query.{ACTION}"
 PULL = "pull"  # a record that a mod of the client's own adds: FedProx's mu
 NUMPY = "numpy.ndarray"
+MOST_CLIENTS = 10_000_000  # a client keeps a number for each that comes before it
 HEADER = 4096  # bytes of an array beyond its numbers, at most
 TOLD = 500  # characters of a message from outside that are repeated
 
@@ -188,7 +189,8 @@ class Order:
             raise Refused(f"the server speaks another protocol than {PROTOCOL}; install the same release of Fedloom")
         order = cls(**found)
         counts = (order.session, order.work, order.client, order.occurrence, order.seed)
-        if min(counts) < 0 or order.client >= order.clients or order.count < 1 or not run_name(order.run):
+        in_range = min(counts) >= 0 and order.client < min(order.clients, MOST_CLIENTS) and order.count >= 1
+        if not in_range or not run_name(order.run):
             raise Refused("the order is out of range")
         return order
 
