@@ -27,8 +27,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 import fedloom as fl
-from fedloom.flower.grid import LocalGrid
-from fedloom.flower.strategies import fit_strategy
+from fedloom.flower import LocalGrid, client_app, fit_strategy, serve
 
 LOCAL = fl.Local(steps=1, batch_size=1)
 ROUNDS = 20
@@ -139,11 +138,25 @@ def own_rounds(case: Case) -> tuple[float, float]:
     return ticks.found
 
 
+def served(case: Case) -> tuple[float, float]:
+    """Server and clients as in a deployment, each message answered by an app that is made anew."""
+    federation, ticks = case.federation, Ticks()
+
+    def data(context: Context) -> Any:
+        return federation.client(int(context.node_config["partition-id"]))
+
+    grid = LocalGrid.of_app(client_app(lambda context: case.model, data, device="cpu"), case.clients)
+    own: dict[str, Any] = {"clients": case.clients, "clients_per_round": case.cohort, "device": "cpu"}
+    serve(grid, case.model, rounds=ROUNDS, local=LOCAL, callbacks=[ticks.heard], **own)
+    return ticks.found
+
+
 WAYS: dict[str, Callable[[Case], tuple[float, float]]] = {
     "FedAvg, Flower's simulation, empty clients": over_simulation,
     "FedAvg, LocalGrid.of_app, empty clients": over_app,
     "FedAvg, fit_strategy, one step": over_federation,
     "fl.fit, one step": own_rounds,
+    "fedavg, serve and client_app over LocalGrid, one step": served,
 }
 
 

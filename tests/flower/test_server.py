@@ -12,6 +12,7 @@ import torch
 
 import fedloom as fl
 from fedloom.flower import LocalGrid, client_app, serve
+from fedloom.flower.server import settled
 from tests.examples import METHODS
 from tests.flower.in_process import LOCAL, apart, clients, mlp, served, simulated
 
@@ -32,7 +33,7 @@ SYNCHRONOUS = [method for method in METHODS if "fedasync" not in method]  # see 
 
 @pytest.mark.parametrize("method", SYNCHRONOUS)
 def test_every_method_equals_the_simulator(method: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"rounds": 2, "clients_per_round": 4}
     if "scaffold-m" in method:
         options["local"] = fl.Local(steps=3, batch_size=4, lr=0.05)
     check_same(served(method, tmp_path, **options), simulated(method, **options))
@@ -168,3 +169,50 @@ def test_memory_is_private(tmp_path: Path) -> None:
     served("adabest", tmp_path / "memory", rounds=1)
     for path in (tmp_path / "memory").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"rounds": 0}, "rounds must be"),
+        ({"clients_per_round": 6}, "between 1 and the number of clients, 5"),
+        ({"clients": 0}, "clients must be"),
+        ({"min_replies": 0}, "min_replies must be"),
+        ({"round_timeout": 0}, "round_timeout must be"),
+        ({"enrol_timeout": float("nan")}, "enrol_timeout must be"),
+        ({"max_samples": 2.5}, "max_samples must be"),
+        ({"diagnose": "fairness"}, "reads the clients' data"),
+        ({"patience": 3}, "needs validation data"),
+        ({"local": 3}, "local must be"),
+        ({"metric": "f2"}, "unknown metric"),
+        ({"folder": "/dev/null/x"}, "can't be kept"),
+    ],
+)
+def test_bad_settings_are_refused_before_anybody_is_waited_for(
+    options: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    nobody = LocalGrid(5, lambda messages: pytest.fail("somebody was asked"))
+    with pytest.raises(fl.FedloomError, match=why):
+        served("fedavg", tmp_path, grid=nobody, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"method": 3}, "method has a value of another kind: 3"),
+        ({"rounds": 2.5}, "rounds has a value of another kind"),
+        ({"rounds": True}, "rounds has a value of another kind"),
+        ({"round": 2}, "did you mean rounds"),
+        ({"learning-rate": 2}, "unknown setting"),
+        ({"batch-size": 0}, "batch_size must be"),
+        ({"lr": "0.1"}, "lr must be"),
+    ],
+)
+def test_a_run_config_is_checked(config: dict[str, Any], why: str) -> None:
+    with pytest.raises(fl.ConfigError, match=why):
+        settled(config, {})
+
+
+def test_a_run_config_wins_over_what_was_written() -> None:
+    known = settled({"rounds": 7, "lr": 1, "clients-per-round": 0.5}, {"rounds": 3, "local": fl.Local(epochs=2)})
+    assert known == {"rounds": 7, "clients_per_round": 0.5, "local": fl.Local(epochs=2, lr=1)}

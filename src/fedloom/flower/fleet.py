@@ -37,6 +37,7 @@ from fedloom.space import Buffers
 from fedloom.stages import Metrics, Setup, Updates, Work
 
 LOG = logging.getLogger("fedloom")
+ASSEMBLY = 60.0  # seconds that a server waits for all of its clients when it begins or goes on
 
 
 class Accepted(Memory):
@@ -123,6 +124,7 @@ class Fleet:
         self.out: dict[str, Work] = {}  # of an asynchronous schedule: Works of one client that are out
         self.ready: list[tuple[Work, Answer]] = []  # of these, what has come back and was not used yet
         self.heard = time.monotonic()
+        self.assembled = False
         self.accepted = Accepted(terms.resumable) if pipeline.stateful else None
         self.replies: Replies | None = None  # known from the first Work on
         self.notes: dict[str, list[int]] = {}
@@ -141,6 +143,8 @@ class Fleet:
         LOG.warning("client %d (node %d) is left out: %s", client, self.roster.members[client].node, why)
 
     def train(self, work: Work) -> Updates:
+        if not self.assembled:
+            self._assemble()
         if self.one_by_one and work.commit:
             return self._first(work)
         places = self._ready(work)
@@ -156,6 +160,19 @@ class Fleet:
             self.note("silent", int(work.clients[ids[id]]), f"no answer within {self.terms.round_timeout:g} s")
         self._check_enough(work, len(answers))
         return self._updates(work, sorted(answers, key=lambda one: one.place))
+
+    def _assemble(self) -> None:
+        """Before the first Work of a session: nodes need a while to come back to a server that was resumed."""
+        self.assembled = True
+        deadline = time.monotonic() + min(ASSEMBLY, self.terms.round_timeout)
+        while time.monotonic() < deadline:
+            there = set(self.post.connected())
+            missing = [client for client, member in enumerate(self.roster.members) if member.node not in there]
+            if not missing:
+                return
+            self.registrar.welcome_back(self.roster, missing)
+            self.post.pause()
+        LOG.warning("%d of %d clients are not connected", len(missing), len(self.roster.members))
 
     def _first(self, work: Work) -> Updates:
         """Send a Work of one client; nothing while there are still others to be sent, then whatever comes first."""

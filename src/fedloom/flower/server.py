@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from fedloom.experiment.run import recorded
 from fedloom.federation import Federation, Holdout
 from fedloom.flower.fleet import Away, Fleet, Terms
 from fedloom.flower.post import Post
-from fedloom.flower.roster import ROSTER, Registrar, Roster
+from fedloom.flower.roster import ROSTER, Member, Registrar, Roster
 from fedloom.flower.wire import model_digest, write_local
 from fedloom.local import Local
 from fedloom.method import Method, Pipeline
@@ -78,26 +77,20 @@ def serve(
     local = local or Local()
     _check(clients, enrol_timeout, round_timeout, min_replies, max_samples, diagnose, local)
     method = Method(method)
-    where = None if folder is None else Path(folder).expanduser()
+    where = Path(folder).expanduser() if folder else None
     terms = Terms(float(round_timeout), min_replies, where is not None, evaluate_clients, find_metric(metric)[0])
     post = Post(grid)
     registrar = Registrar(post, model_digest(model), write_local(local), max_samples)
-    with ExitStack() as opened:
-        roster = Roster.load(where) if resume and where is not None else None
-        if roster is None:
-            _refuse_other(where, resume)
-            roster = registrar.enrol(clients, enrol_timeout)
-        elif len(roster.members) != clients:
-            raise RunError(f"{where} holds a run of {len(roster.members)} clients, not of {clients}")
-        federation = Federation.elsewhere(roster.sizes, _held_out(test))
+    held_out = _held_out(test)
 
+    def prepared(roster: Roster, saving: Mapping[str, Any]) -> Training:
         def beyond(pipeline: Pipeline, setup: Setup) -> tuple[Fleet, Away, Pipeline]:
             fleet = Fleet(post, registrar, roster, terms, method.text, pipeline, setup)
             return fleet, Away(setup, fleet.accepted), fleet.pipeline
 
-        training = Training(
+        return Training(
             model,
-            federation,
+            Federation.elsewhere(roster.sizes, held_out),
             method,
             rounds=rounds,
             clients_per_round=clients_per_round,
@@ -111,22 +104,34 @@ def serve(
             seed=seed,
             max_diverged=max_diverged,
             diagnose=diagnose,
-            checkpoint=None if where is None else where / CHECKPOINT,
-            checkpoint_every=None if where is None else 1,
-            resume=where is not None and resume,
             beyond=beyond,
+            **saving,
         )
-        told: list[Callback] = [_tell]
-        if where is not None:
-            config = _config(training, model, metric, clients)
-            _, record, _ = opened.enter_context(recorded(where, config, training, federation, False, resume))
-            roster.save(where)
-            told.append(record)
-        LOG.info("%s: %d clients, %s samples", method, clients, f"{int(roster.sizes.sum()):,}")
-        result = training.run([*told, *callbacks])
-        if where is not None:
-            write_model(where / MODEL, result.model, len(result.history))
-        return result
+
+    prepared(
+        Roster("", 0, [Member(0, local.batch_size or 1)] * clients), {}
+    )  # settings are refused before anybody waits
+    roster = None if where is None or not resume else Roster.load(where)
+    if roster is None:
+        _refuse_other(where, resume)
+        roster = registrar.enrol(clients, enrol_timeout)
+    elif len(roster.members) != clients:
+        raise RunError(f"{where} holds a run of {len(roster.members)} clients, not of {clients}")
+    if where is None:
+        return _played(prepared(roster, {}), roster, callbacks)
+    training = prepared(roster, {"checkpoint": where / CHECKPOINT, "checkpoint_every": 1, "resume": resume})
+    config = _config(training, model, metric, clients)
+    with recorded(where, config, training, training.data, False, resume) as (_, record, _):
+        roster.save(where)
+        result = _played(training, roster, [record, *callbacks])
+        write_model(where / MODEL, result.model, len(result.history))
+    return result
+
+
+def _played(training: Training, roster: Roster, callbacks: Sequence[Callback]) -> Result:
+    method, clients = training.simulation.method, len(roster.members)
+    LOG.info("%s: %d clients, %s samples", method, clients, f"{int(roster.sizes.sum()):,}")
+    return training.run([_tell, *callbacks])
 
 
 def _refuse_other(where: Path | None, resume: bool) -> None:
