@@ -185,12 +185,10 @@ def test_memory_is_private(tmp_path: Path) -> None:
         ({"patience": 3}, "needs validation data"),
         ({"local": 3}, "local must be"),
         ({"metric": "f2"}, "unknown metric"),
-        ({"folder": "/dev/null/x"}, "can't be kept"),
+        ({"folder": "/dev/null/x"}, "can't be written to"),
     ],
 )
-def test_bad_settings_are_refused_before_anybody_is_waited_for(
-    options: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_bad_settings_are_refused_before_anybody_is_asked(options: dict[str, Any], why: str, tmp_path: Path) -> None:
     nobody = LocalGrid(5, lambda messages: pytest.fail("somebody was asked"))
     with pytest.raises(fl.FedloomError, match=why):
         served("fedavg", tmp_path, grid=nobody, **options)

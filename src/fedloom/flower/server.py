@@ -1,6 +1,8 @@
 """The server of a real federation: `fit`, with Flower's clients in place of simulated ones."""
 
+import errno
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -108,12 +110,11 @@ def serve(
             **saving,
         )
 
-    prepared(
-        Roster("", 0, [Member(0, local.batch_size or 1)] * clients), {}
-    )  # settings are refused before anybody waits
+    nobody = [Member(0, local.batch_size or 1)] * clients
+    prepared(Roster("", 0, nobody), {})  # bad settings are refused before anybody is waited for
     roster = None if where is None or not resume else Roster.load(where)
     if roster is None:
-        _refuse_other(where, resume)
+        _check_folder(where, resume)
         roster = registrar.enrol(clients, enrol_timeout)
     elif len(roster.members) != clients:
         raise RunError(f"{where} holds a run of {len(roster.members)} clients, not of {clients}")
@@ -134,15 +135,22 @@ def _played(training: Training, roster: Roster, callbacks: Sequence[Callback]) -
     return training.run([_tell, *callbacks])
 
 
-def _refuse_other(where: Path | None, resume: bool) -> None:
-    """Before anybody is waited for: a folder that holds something else, not just what a server left that was ended
-    before its first round.
+def _check_folder(where: Path | None, resume: bool) -> None:
+    """Before anybody is waited for: refuse a folder that can't be written to, or that holds something else than what is
+    left by a server that was ended before its first round.
     """
-    if where is None or not where.is_dir() or not any(where.iterdir()):
+    if where is None:
         return
-    if not resume:
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        there = {path.name for path in where.iterdir()}
+        if not os.access(where, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise RunError(f"{where} can't be written to: {error.strerror}") from None
+    if there and not resume:
         raise RunError(f"{where} is not empty; choose another folder, or resume the run that is in it")
-    if exist(where / CHECKPOINT) or not (where / MARK).is_file():
+    if there and (exist(where / CHECKPOINT) or MARK not in there):
         raise RunError(f"{where} is not empty, but holds no {ROSTER} of a run to resume; choose another folder")
 
 
