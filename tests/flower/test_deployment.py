@@ -91,7 +91,7 @@ def test_adabest_and_fedglad_as_in_the_simulator_and_no_stranger(deployment: Dep
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["radfed(redistributions=3)", "scaffold", "fedavg+clip(norm=0.5)+dgt"])
+@pytest.mark.parametrize("method", ["radfed(redistributions=3)", "scaffold"])
 def test_other_methods_as_in_the_simulator(method: str, deployment: Deployment, tmp_path: Path) -> None:
     rounds = 2 if method.startswith("radfed") else 3
     played(deployment, tmp_path / "run", method, rounds)
@@ -164,16 +164,15 @@ def test_a_hostile_node_is_refused_and_the_round_goes_on(deployment: Deployment,
         node.wait_connected()
     assert f"client 2 (node {node.id}) is left out: the update, row holds NaN or infinity" in said
     assert f"client 2 (node {node.id}) is left out: the update, row has the shape" in said
-    assert f"client 2 (node {node.id}) is left out: the update, row has 48,1" in said  # bytes
+    assert f"client 2 (node {node.id}) is left out: the update, row has 48,528 bytes in place of 4,840" in said
     history = fl.load_run(tmp_path / "run").history
     assert [row["refused"] for row in history] == [0, 1, 1, 1, 0]
     check_same(tmp_path / "run", simulated(STACK, 5, availability=lambda client, w: client != 2 or w not in (1, 2, 3)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", [STACK, "scaffold"])
-def test_a_killed_server_goes_on_at_its_round(method: str, deployment: Deployment, tmp_path: Path) -> None:
-    config: dict[str, Any] = {"method": method, "rounds": 5, "folder": str(tmp_path / "run")}
+def test_a_killed_server_goes_on_at_its_round(deployment: Deployment, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"method": STACK, "rounds": 5, "folder": str(tmp_path / "run")}
     first = deployment.run(HOSPITAL, **config)
     deployment.server_process(first)
     deployment.wait_for_log(first, "round 2 of 5", timeout=120)
@@ -184,7 +183,7 @@ def test_a_killed_server_goes_on_at_its_round(method: str, deployment: Deploymen
     said = deployment.log(second)
     assert "round 3 of 5" in said
     assert "round 2 of 5" not in said
-    check_same(tmp_path / "run", simulated(method, 5))
+    check_same(tmp_path / "run", simulated(STACK, 5))
     assert deployment.wait(first, timeout=60) == "finished:failed"
     third = deployment.run(HOSPITAL, **config)  # of a finished run there is nothing left to do
     assert deployment.wait(third, timeout=60) == "finished:completed", deployment.log(third)
@@ -199,8 +198,6 @@ def test_a_run_that_was_stopped_goes_on(deployment: Deployment, tmp_path: Path) 
     server = deployment.server_process(first)
     deployment.stop(first)
     wait_until(lambda: server not in deployment.superlink.processes(), 60, "its end", deployment.superlink.log)
-    for node in deployment.nodes:
-        node.wait_idle(timeout=60)
     second = deployment.run(HOSPITAL, **config)
     assert deployment.wait(second, timeout=180) == "finished:completed", deployment.log(second)
     assert "round 1 of 4" not in deployment.log(second)

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedloom.checkpoint import exist
-from fedloom.errors import ConfigError, FedloomError, RunError, nearest
+from fedloom.errors import ConfigError, RunError, nearest
 from fedloom.evaluate import Score, find_metric
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import CHECKPOINT, MARK, MODEL, write_model
@@ -258,14 +258,10 @@ def server_app(
 
     def main(grid: Grid, context: Context) -> None:
         log_to_stdout()
-        try:
-            known = settled(context.run_config, settings)
-            made = model if isinstance(model, nn.Module) else model(context)
-            held = test(context) if callable(test) else test
-            serve(grid, made, test=held, callbacks=callbacks, **known)
-        except FedloomError as error:
-            LOG.error("%s", error)
-            sys.exit(1)
+        known = settled(context.run_config, settings)
+        made = model if isinstance(model, nn.Module) else model(context)
+        held = test(context) if callable(test) else test
+        serve(grid, made, test=held, callbacks=callbacks, **known)
 
     app.main()(main)
     return app
