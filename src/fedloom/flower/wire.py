@@ -27,6 +27,7 @@ PULL = "pull"  # a record that a mod of the client's own adds: FedProx's mu
 NUMPY = "numpy.ndarray"
 MOST_CLIENTS = 10_000_000  # a client keeps a number for each that comes before it
 HEADER = 4096  # bytes of an array beyond its numbers, at most
+SENT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)  # beside a model
 TOLD = 500  # characters of a message from outside that are repeated
 
 
@@ -104,9 +105,7 @@ def anything(record: Any, most: int, what: str) -> dict[str, Tensor]:
         raise Refused(f"{what} is missing")
     if sum(len(array.data) for array in record.values()) > most + HEADER * len(record):
         raise Refused(f"{what} is larger than {most:,} bytes")
-    known = {
-        str(Kind((), d).carried): d for d in (torch.float64, torch.float32, torch.float16, torch.int64, torch.bool)
-    }
+    known = {str(Kind((), dtype).carried): dtype for dtype in SENT}
     found = {}
     for name, array in record.items():
         if array.dtype not in known:
