@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedloom.engines.choose import Wishes
 from fedloom.engines.site import Learning, Site
-from fedloom.errors import ConfigError, DataError, FedloomError
+from fedloom.errors import ConfigError, DataError, FedloomError, RunError
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
 from fedloom.flower.diary import Diary
@@ -85,16 +85,24 @@ def client_app(
 
 
 def _answering(answer: Answer) -> Callable[[Message, Context], Message]:
-    """What can't be done is told to the server in one sentence; other faults are Flower's to report."""
+    """What can't be done is told to the server in one sentence. Of other faults it hears the kind only: Flower would
+    send their whole text, which may name files of this machine or repeat a line of its data.
+    """
 
     @wraps(answer)
     def reply(message: Message, context: Context) -> Message:
         try:
-            content = answer(message, context)
+            return Message(answer(message, context), reply_to=message)
+        except RunError as error:  # of files and disks
+            LOG.warning("refused: %s", error)
+            why = "what it needs can't be read or written there; its own log says more"
         except FedloomError as error:
             LOG.warning("refused: %s", error)
-            content = RecordDict({"refusal": plain_record({"why": str(error)[:TOLD]})})
-        return Message(content, reply_to=message)
+            why = str(error)
+        except Exception as error:
+            LOG.warning("failed", exc_info=error)
+            why = f"it failed ({type(error).__name__}); its own log says more"
+        return Message(RecordDict({"refusal": plain_record({"why": why[:TOLD]})}), reply_to=message)
 
     return reply
 
@@ -174,8 +182,8 @@ class _Client:
         return RecordDict({"scores": plain_record({name: float(value) for name, value in found.items()})})
 
     def _made(self, context: Context) -> tuple[nn.Module, Federation]:
-        model = self.model if isinstance(self.model, nn.Module) else self.model(context)
-        given = self.data(context) if callable(self.data) else self.data
+        model = self.model if isinstance(self.model, nn.Module) else _called("model", self.model, context)
+        given = _called("data", self.data, context) if callable(self.data) else self.data
         federation = given if isinstance(given, Federation) else Federation.from_arrays([given])
         if len(federation) != 1:
             raise DataError(f"a client has its own data only, but these are of {len(federation)} clients")
@@ -196,6 +204,15 @@ class _Client:
 
     def _folder(self, context: Context) -> Path:
         return Path(self.memory or str(context.node_config.get("memory", MEMORY))).expanduser()
+
+
+def _called(what: str, made: Callable[[Context], Any], context: Context) -> Any:
+    """The owner's function; what it says when it fails is for the owner."""
+    try:
+        return made(context)
+    except Exception as error:
+        LOG.warning("the client's %s can't be made", what, exc_info=error)
+        raise Refused(f"its {what} can't be made ({type(error).__name__}); its own log says more") from None
 
 
 def _pull(content: RecordDict) -> float:

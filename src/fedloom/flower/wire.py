@@ -210,7 +210,7 @@ def write_local(local: Local) -> str:
 def read_local(text: str) -> Local:
     try:
         return Local(**json.loads(text))
-    except (ValueError, TypeError, RecursionError, ConfigError):
+    except (ValueError, TypeError, OverflowError, RecursionError, ConfigError):
         raise Refused("the settings of local training can't be read") from None
 
 
