@@ -213,6 +213,16 @@ class Fleet:
         at_work = [*self.out.values(), *(work for work, _ in self.ready)]
         return {int(work.clients[0]) for work in at_work}
 
+    def spare(self, client: int) -> int:
+        """This one if it is not at work, or the next one that is not; fewer are at work than there are clients."""
+        busy, many = self.busy(), self.setup.clients
+        return next(c % many for c in range(client, client + many) if c % many not in busy)
+
+    def accept(self, clients: Tensor, w: int) -> None:
+        """What these clients told of Work w is used: they go on from there."""
+        if self.accepted is not None and len(clients):
+            self.accepted.accept(clients, w)
+
     def _check_enough(self, work: Work, came: int) -> None:
         needed = min(self.terms.min_replies, len(work))
         if came < needed:
@@ -304,10 +314,12 @@ class Fleet:
             return None
 
     def _updates(self, work: Work, answers: Sequence[Answer]) -> Updates:
-        """All good replies; what they tell of is from now on what their clients go on from."""
+        """All good replies; what they tell of is from now on what their clients go on from, unless the schedule says so
+        itself.
+        """
         good = [one.place for one in answers if one.tensors]
-        if self.accepted is not None and work.commit and good:
-            self.accepted.accept(work.clients[torch.tensor(good)], work.w)
+        if work.commit and not self.one_by_one:
+            self.accept(work.clients[torch.tensor(good, dtype=torch.int64)], work.w)
         for one in answers:
             if one.forgot:
                 client = int(work.clients[one.place])

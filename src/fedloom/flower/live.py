@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fedloom.method import Pipeline
 from fedloom.methods.fedasync import Asynchronous
@@ -23,7 +24,11 @@ class Crew(Protocol):
 
     def busy(self) -> Set[int]: ...
 
+    def spare(self, client: int) -> int: ...
+
     def note(self, kind: str, client: int, why: str) -> None: ...
+
+    def accept(self, clients: Tensor, w: int) -> None: ...
 
 
 def live(pipeline: Pipeline, crew: Crew) -> Pipeline:
@@ -56,6 +61,7 @@ class Live(Asynchronous):
                 break
             why = f"it is {stale} models old, more than max_staleness={self.max_staleness}"
             self.crew.note("refused", int(updates.clients[0]), why)
+        self.crew.accept(updates.clients[updates.finite], int(extra["work"][0]))
         rebased = updates.rows.plus(cohorts.theta - extra.pop("start")[0])  # theta - x_new
         return state, replace(
             updates, rows=rebased, extra={**extra, "staleness": torch.tensor([stale], dtype=torch.float64)}
@@ -65,13 +71,16 @@ class Live(Asynchronous):
         return {**state, "since": torch.cat([state["since"], state["works"][None]])}
 
     def _free(self, cohorts: Cohorts) -> Draw:
-        """A client that is not at work, if the sampler draws one."""
+        """A client that is not at work: the first that the sampler draws, or the next one after it. One that had
+        two Works at once would go on from the same memory twice.
+        """
         busy = self.crew.busy()
-        one = cohorts.draw(1)
+        one = cohorts.draw(1).first(1)
         if busy:
             several = cohorts.draw(len(busy) + 1)
             free = [i for i, client in enumerate(several.clients.tolist()) if client not in busy]
             if free:
                 chosen = torch.tensor(free[:1])
-                one = Draw(several.clients[chosen], several.occurrence[chosen], several.counts[chosen], one.share)
-        return one.first(1)
+                return Draw(several.clients[chosen], several.occurrence[chosen], several.counts[chosen], one.share)
+            one = one._replace(clients=torch.tensor([self.crew.spare(int(one.clients[0]))]))
+        return one
