@@ -7,12 +7,12 @@ import typing
 
 import click
 
-from fedloom.cli import train, view
+from fedloom.cli import flower, train, view
 from fedloom.cli.app import app, out
 from fedloom.errors import FedloomError
 from fedloom.stopping import why
 
-__all__ = ["app", "main", "train", "view"]
+__all__ = ["app", "flower", "main", "train", "view"]
 INTERRUPTED = 130
 
 
