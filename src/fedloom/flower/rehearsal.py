@@ -24,7 +24,7 @@ from fedloom.flower.foreign import Manifest, load_apps, place, read_settings
 from fedloom.flower.grid import LocalGrid
 
 LOG = logging.getLogger("fedloom")
-ENROL_TIMEOUT = 1.0  # seconds: who does not answer at once never will
+ENROL_TIMEOUT = 0.1  # seconds: who does not answer at once never will
 ROUNDS = ("rounds", "num-server-rounds")  # ours, and that of Flower's own apps
 Value = bool | float | int | str
 
