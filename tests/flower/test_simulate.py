@@ -93,6 +93,55 @@ def test_an_app_of_flowers_own_kind() -> None:
     assert "the app has ended; 2 nodes, 4 messages" in said
 
 
+SERVER = """
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    rounds = context.run_config["num-server-rounds"]
+    done = FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord([np.zeros(3)]), rounds)
+    print("ended with", done.arrays.to_numpy_ndarrays()[0])
+"""
+CLIENT = """
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    number = context.node_config["partition-id"]
+    (w,) = message.content["arrays"].to_numpy_ndarrays()
+    records = {"arrays": ArrayRecord([w + number]), "metrics": MetricRecord({"num-examples": 4 // number})}
+    return Message(RecordDict(records), reply_to=message)
+"""
+MANIFEST = """
+[tool.flwr.app.components]
+serverapp = "server:app"
+clientapp = "client:app"
+[tool.flwr.app.config]
+num-server-rounds = 5
+"""
+
+
+def test_an_app_with_flowers_own_strategy_and_one_client_that_fails(tmp_path: Path) -> None:
+    for name, text in (("server.py", SERVER), ("client.py", CLIENT), ("pyproject.toml", MANIFEST)):
+        (tmp_path / name).write_text(text)
+    partitions = [word for number in (1, 2) for word in ("--node-config", f"partition-id={number}")]
+    said = simulate(tmp_path, *partitions, "--rounds", "3")
+    assert "ended with [4. 4. 4.]" in said  # three times the mean of 1 and 2, weighted by 4 and 2 examples
+    assert "the app has ended; 2 nodes, 6 messages" in said
+    assert "kept" not in said
+    said = simulate(tmp_path, "--nodes", "3", "--rounds", "1", code=2)
+    assert "fedloom: the ClientApp failed at 1 of 3 messages, first in client.py, line 11, in train: Zero" in said
+    assert "how many nodes?" in simulate(tmp_path, code=2)
+
+
 def test_the_files_of_sites(tmp_path: Path) -> None:
     table = write_sites(tmp_path / "sites")
     options = ("--data", "folder(path='sites', label='outcome')", "--model", "logistic", "--rounds", "3")

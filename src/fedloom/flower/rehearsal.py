@@ -35,7 +35,6 @@ class Rehearsed:
 
     nodes: int
     messages: int
-    failures: int
     seconds: float
     folder: Path | None  # of the run, where it is kept
     last: Mapping[str, Any]  # its last round; empty where the app writes no run
@@ -44,9 +43,9 @@ class Rehearsed:
         scores = [name for name in self.last if name.startswith(("test_", "clients_", "validation_"))]
         shown = [f"{name} {self.last[name]:.4f}" for name in scores if isinstance(self.last[name], float)]
         begin = f"round {self.last['round']}: {', '.join(shown) or 'no scores'}" if self.last else "the app has ended"
-        failed = f", {self.failures} of them failed" if self.failures else ""
-        kept = f"the run is in {self.folder}" if self.folder else "nothing was kept (--out keeps a run)"
-        return f"{begin}; {self.nodes} nodes, {self.messages} messages{failed}, {self.seconds:.1f} s; {kept}"
+        kept = f"; the run is in {self.folder}" if self.folder else "; nothing was kept (--out keeps a run)"
+        counts = f"{self.nodes} nodes, {self.messages} messages, {self.seconds:.1f} s"
+        return f"{begin}; {counts}{kept if self.last else ''}"
 
 
 def rehearse(
@@ -76,17 +75,18 @@ def rehearse(
         if "enrol-timeout" in config and "enrol-timeout" not in asked:
             config["enrol-timeout"] = ENROL_TIMEOUT
         server, client = opened.enter_context(load_apps(manifest))
-        counted = _Counted(client, count, tell)
+        counted = _Counted(client, count, manifest.folder, tell)
 
         def node_config(number: int) -> Mapping[str, Value]:
             return {"memory": str(where.resolve() / "memory" / str(number)), **(told[number] if told else {})}
 
         grid = LocalGrid.of_app(counted, count, node_config, config)  # type: ignore[arg-type]
         _serve(manifest, server, grid, Context(1, 0, {}, RecordDict(), dict(config)))
+        counted.check()
         folder = Path(str(config["folder"])) if "folder" in config else None
         last = _last_round(folder)
         kept = folder if last and (out is not None or "folder" in asked) else None
-        return Rehearsed(count, counted.messages, counted.failures, time.monotonic() - began, kept, last)
+        return Rehearsed(count, counted.messages, time.monotonic() - began, kept, last)
 
 
 def _config(manifest: Manifest, rounds: int | None, changes: Sequence[str]) -> tuple[dict[str, Value], set[str]]:
@@ -120,11 +120,12 @@ def _last_round(folder: Path | None) -> Mapping[str, Any]:
 
 
 class _Counted:
-    """A client's app, and how often it was asked."""
+    """A client's app, how often it was asked, and where it failed."""
 
-    def __init__(self, app: Callable[[Message, Context], Message], nodes: int, tell: Callable[[str], None]) -> None:
-        self.app, self.nodes, self.tell = app, nodes, tell
-        self.messages = self.failures = 0
+    def __init__(self, app: Callable[..., Message], nodes: int, folder: Path, tell: Callable[[str], None]) -> None:
+        self.app, self.nodes, self.folder, self.tell = app, nodes, folder, tell
+        self.messages = 0
+        self.failures: list[str] = []
 
     def __call__(self, message: Message, context: Context) -> Message:
         self.messages += 1
@@ -132,9 +133,15 @@ class _Counted:
         self.tell(f"message {self.messages}: {message.metadata.message_type} at node {number} of {self.nodes}")
         try:
             return self.app(message, context)
-        except BaseException:
-            self.failures += 1
+        except Exception as error:
+            self.failures.append(place(error, self.folder))
             raise
+
+    def check(self) -> None:
+        """A server may get along without clients that fail; a rehearsal is there to find them."""
+        if self.failures:
+            times = f"{len(self.failures)} of {self.messages} messages"
+            raise RunError(f"the ClientApp failed at {times}, first{self.failures[0]}")
 
 
 def _serve(manifest: Manifest, server: Callable[[LocalGrid, Context], None], grid: LocalGrid, context: Context) -> None:
