@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app.user_config import UserConfig
 from safetensors.torch import load_file
 
 import fedloom as fl
 from tests.command_line import fedloom
+from tests.flower.deployment import Deployment
 from tests.flower.test_scaffold import DIGITS, contents, init, write_sites
 
 ECHO = Path(__file__).parent / "apps" / "echo"
@@ -229,3 +231,18 @@ def test_what_users_get_wrong(
 
 def test_no_app_at_all(tmp_path: Path) -> None:
     assert "is no Flower app" in simulate(tmp_path, code=2)
+
+
+@pytest.mark.long
+def test_a_deployment_of_the_app_ends_with_the_same_parameters(app: Path, tmp_path: Path) -> None:
+    simulate(app, "--out", "kept")
+    memories: dict[int, UserConfig] = {number: {"memory": str(tmp_path / f"memory-{number}")} for number in range(3)}
+    with Deployment(tmp_path / "flower", nodes=3, node_configs=memories) as deployment:
+        run = deployment.run(app, folder=str(tmp_path / "deployed"))
+        assert deployment.wait(run, timeout=240) == "finished:completed", deployment.log(run)
+    deployed = load_file(tmp_path / "deployed" / "model.safetensors")
+    played = load_file(tmp_path / "kept" / "run" / "model.safetensors")
+    assert deployed.keys() == played.keys()
+    for name, value in played.items():
+        torch.testing.assert_close(deployed[name], value, rtol=0, atol=0)
+    assert all((tmp_path / f"memory-{number}").is_dir() for number in range(3))

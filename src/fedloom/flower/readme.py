@@ -24,7 +24,6 @@ def words(name: str, config: RunConfig, sites: Sites | None) -> dict[str, str]:
         "data_note": _data_note(config, sites),
         "data_everywhere": _everywhere(config),
         "rehearsal": _rehearsal(paths),
-        "rehearsal_note": "All clients in this process, one after the other:",
         "make_keys": f"for node in {' '.join(names)}; do python certificates.py node $node; done",
         "register_keys": f"for node in {' '.join(names)}; do\n"
         f"  flwr supernode register certificates/$node.pub {name}\ndone",
@@ -51,7 +50,7 @@ def _everywhere(config: RunConfig) -> str:
     if FACTS[call.name].embedded:
         return ""
     return (
-        f"The files of `{call.name}` must lie on every machine, the server's too, in the folder\n"
+        f" The files of `{call.name}` must lie on every machine, the server's too, in the folder\n"
         "that the environment variable `FEDLOOM_DATA` names where the SuperLink or the node is started."
     )
 
