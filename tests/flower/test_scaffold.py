@@ -58,7 +58,7 @@ def write_sites(folder: Path) -> pd.DataFrame:
 def test_an_app_is_small_complete_and_always_the_same(tmp_path: Path) -> None:
     said = init(tmp_path / "myapp", *DIGITS, "--method", "adabest + fedglad", "--rounds", "7", "--lr", "0.05")
     app = tmp_path / "myapp"
-    assert "begin with myapp/README.md" in said
+    assert "myapp/README.md says how" in said
     assert sum(len(file.read_text().splitlines()) for file in app.rglob("*.py")) < 150
     config = config_of(app)
     expected = {"method": "adabest + fedglad", "clients": 3, "clients-per-round": 1.0, "rounds": 7, "lr": 0.05}

@@ -156,7 +156,7 @@ def test_the_files_of_sites(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "fedavg: 3 clients, 120 samples" in done.stdout
     x = ((table[["age", "pulse"]] - table[["age", "pulse"]].mean()) / table[["age", "pulse"]].std(ddof=0)).to_numpy()
-    y = table.outcome.map({"better": 0, "same": 1, "worse": 2}).to_numpy()
+    y = np.array(table.outcome.map({"better": 0, "same": 1, "worse": 2}))
     federation = fl.Federation.from_tensor(x.astype(np.float32), y, [0, 40, 80, 120], classes=3)
     model = fl.model("logistic", federation, 0)
     fitted = fl.fit(model, federation, rounds=3, clients_per_round=1.0, local=fl.Local(lr=0.1), engine="loop")
@@ -175,7 +175,7 @@ def test_arrays_of_sites(tmp_path: Path) -> None:
     told = [word for name in ("a", "b") for word in ("--node-config", f'data="{tmp_path}/sites/{name}.npz"')]
     said = simulate(tmp_path / "eyes", *told)
     assert "round 1 of 1: 2 of 2 answered" in said
-    assert "data" in simulate(tmp_path / "eyes", code=2)  # nobody says where they are
+    assert "this node was not told where its data are" in simulate(tmp_path / "eyes", code=2)
 
 
 def edited(old: str, new: str, file: str = "myapp/task.py") -> Callable[[Path], None]:

@@ -33,8 +33,8 @@ def init(
     from fedloom.flower.scaffold import write_app
 
     write_app(folder, written, publisher)
-    out.print(f"wrote {folder}: begin with {folder / 'README.md'}", soft_wrap=True, highlight=False)
-    out.print(f"next: cd {folder} && fedloom flower simulate .", soft_wrap=True, highlight=False)
+    said = f"wrote {folder}: {folder / 'README.md'} says how to rehearse and deploy it"
+    out.print(said, soft_wrap=True, highlight=False, markup=False)
 
 
 @flower.command()

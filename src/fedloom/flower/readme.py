@@ -41,7 +41,8 @@ def _data_note(config: RunConfig, sites: Sites | None) -> str:
     ends = "the columns that task.py names" if sites.template == "task_table.py" else "arrays `x` and `y`"
     return (
         f"Each client reads its own file, or a folder of files, with {ends}. Which file that is, its node is\n"
-        "told when it is started: `data` in its config."
+        "told when it is started: `data` in its config. A node that is also told of a `test` scores the model on it,\n"
+        "if `evaluate-clients` is true."
     )
 
 

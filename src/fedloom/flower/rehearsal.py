@@ -81,7 +81,11 @@ def rehearse(
             return {"memory": str(where.resolve() / "memory" / str(number)), **(told[number] if told else {})}
 
         grid = LocalGrid.of_app(counted, count, node_config, config)  # type: ignore[arg-type]
-        _serve(manifest, server, grid, Context(1, 0, {}, RecordDict(), dict(config)))
+        try:
+            _serve(manifest, server, grid, Context(1, 0, {}, RecordDict(), dict(config)))
+        except RunError:
+            counted.check()  # where a client failed says more than what the server made of it
+            raise
         counted.check()
         folder = Path(str(config["folder"])) if "folder" in config else None
         last = _last_round(folder)

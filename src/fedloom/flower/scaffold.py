@@ -42,7 +42,7 @@ def write_app(folder: Path, written: Mapping[str, Any], publisher: str = "my-org
         "version": __version__,
         "publisher": publisher,
         "description": f"{config.model} by {config.method}".replace('"', "'"),
-        "config": _settings(config, name, sites),
+        "config": _settings(config, name),
         **readme.words(name, config, sites),
     }
     app = {
@@ -92,9 +92,8 @@ def _checked(written: Mapping[str, Any], app: Path) -> tuple[RunConfig, Sites | 
     return config, sites
 
 
-def _settings(config: RunConfig, name: str, sites: Sites | None) -> str:
+def _settings(config: RunConfig, name: str) -> str:
     """The lines of [tool.flwr.app.config]."""
-    clients_evaluate = sites is not None and sites.test is None
     lines: list[tuple[str, Any, str]] = [
         ("method", config.method, "`fedloom methods` lists them"),
         ("clients", config.clients, "nodes that the run waits for, and keeps to"),
@@ -108,7 +107,7 @@ def _settings(config: RunConfig, name: str, sites: Sites | None) -> str:
         ("optimizer", config.optimizer, "local: sgd, adam or adamw"),
         ("metric", config.metric, "accuracy, f1 or auc"),
         ("eval-every", config.eval_every, "rounds between evaluations at the server"),
-        ("evaluate-clients", clients_evaluate, "let clients with test data of their own score the model, too"),
+        ("evaluate-clients", False, "let clients with test data of their own score the model, too"),
         ("seed", config.seed, "of everything that is random"),
         ("folder", f"runs/{name}", "for the run; seen from where the SuperLink was started"),
         ("resume", True, "go on with what the folder holds"),

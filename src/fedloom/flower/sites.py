@@ -26,7 +26,6 @@ class Sites:
     constants: Mapping[str, Any]
     names: list[str]
     paths: list[str]
-    test: str | None
 
 
 def find_sites(data: str, config: RunConfig, app: Path) -> Sites | None:
@@ -55,7 +54,7 @@ def find_sites(data: str, config: RunConfig, app: Path) -> Sites | None:
     names = [path.name.partition(".")[0] for path in own]
     if not all(re.fullmatch("[A-Za-z0-9-]+", name) for name in names):
         names = [f"node-{number}" for number in range(len(own))]
-    return Sites(call, template, {**constants, "TEST": test}, names, paths, test)
+    return Sites(call, template, {**constants, "TEST": test}, names, paths)
 
 
 def _call(data: str) -> Call:

@@ -29,8 +29,10 @@ def data(context: Context) -> fl.Federation:
     """This client's samples: YOUR OWN DATA, a file or a folder of files that the node was told of when it was started,
     with --node-config 'data="/path/of/this/site"'; `test`, if it is told of one, is what this client evaluates on.
     """
-    test = context.node_config.get("test")
-    return federation(*read(Path(str(context.node_config["data"]))), None if test is None else read(Path(str(test))))
+    if "data" not in context.node_config:
+        raise fl.DataError("this node was not told where its data are: --node-config 'data=\"/path/of/this/site\"'")
+    own, test = (context.node_config.get(name) for name in ("data", "test"))
+    return federation(*read(Path(str(own))), None if test is None else read(Path(str(test))))
 
 
 def test(context: Context) -> fl.Federation | None:

@@ -31,9 +31,11 @@ def data(context: Context) -> fl.Federation:
     """This client's samples: YOUR OWN DATA, a file or a folder of files that the node was told of when it was started,
     with --node-config 'data="/path/of/this/site"'; `test`, if it is told of one, is what this client evaluates on.
     """
-    test = context.node_config.get("test")
+    if "data" not in context.node_config:
+        raise fl.DataError("this node was not told where its data are: --node-config 'data=\"/path/of/this/site\"'")
+    own, test = (context.node_config.get(name) for name in ("data", "test"))
     held_out = None if test is None else read(Path(str(test)))
-    return fl.Federation.from_arrays([read(Path(str(context.node_config["data"])))], held_out, classes=len(CLASSES))
+    return fl.Federation.from_arrays([read(Path(str(own)))], held_out, classes=len(CLASSES))
 
 
 def test(context: Context) -> tuple[np.ndarray, np.ndarray] | None:
@@ -50,4 +52,4 @@ def read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     y = labels.map({name: number for number, name in enumerate(CLASSES)})
     if np.isnan(x).any() or y.isna().any():
         raise fl.DataError(f"{path} has rows without a value, or with a {LABEL} that is none of {CLASSES}")
-    return x.astype(np.float32), y.to_numpy(np.int64)
+    return x.astype(np.float32), np.array(y, np.int64)
