@@ -40,9 +40,9 @@ class Rehearsed:
     last: Mapping[str, Any]  # its last round; empty where the app writes no run
 
     def __str__(self) -> str:
-        scores = [name for name in self.last if name.startswith(("test_", "clients_", "validation_"))]
-        shown = [f"{name} {self.last[name]:.4f}" for name in scores if isinstance(self.last[name], float)]
-        begin = f"round {self.last['round']}: {', '.join(shown) or 'no scores'}" if self.last else "the app has ended"
+        scores = [name for name in self.last if name.startswith(("test_", "clients_", "validation_"))] or ["train_loss"]
+        shown = [f"{name} {self.last[name]:.4f}" for name in scores if isinstance(self.last.get(name), float)]
+        begin = f"round {self.last['round']}: {', '.join(shown) or 'diverged'}" if self.last else "the app has ended"
         kept = f"; the run is in {self.folder}" if self.folder else "; nothing was kept (--out keeps a run)"
         counts = f"{self.nodes} nodes, {self.messages} messages, {self.seconds:.1f} s"
         return f"{begin}; {counts}{kept if self.last else ''}"
@@ -153,6 +153,7 @@ def _serve(manifest: Manifest, server: Callable[[LocalGrid, Context], None], gri
     with _spoken(manifest.folder) as spoken:
         try:
             server(grid, context)
+            spoken.release()
         except SystemExit as end:
             if end.code not in (None, 0):
                 why = spoken.error or f"it ended with {end.code!r}"
@@ -164,7 +165,9 @@ def _serve(manifest: Manifest, server: Callable[[LocalGrid, Context], None], gri
 
 
 class _Spoken(logging.Handler):
-    """What the apps have to say stands on the standard output, as in `flwr log`; the last error is kept for the end."""
+    """What the apps have to say stands on the standard output, as in `flwr log`; an error waits: it may be why the
+    server's app ends.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -174,11 +177,22 @@ class _Spoken(logging.Handler):
         text = record.getMessage()
         if record.exc_info and isinstance(record.exc_info[1], Exception):
             text += place(record.exc_info[1], self.folder)
+        self.release()
         if record.levelno >= logging.ERROR:
             self.error = text
         else:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
+            _say(text)
+
+    def release(self) -> None:
+        """An error that ended nothing is said like all else."""
+        if self.error:
+            _say(self.error)
+        self.error = ""
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def _checked_name(folder: Path) -> str:
 def _checked(written: Mapping[str, Any], app: Path) -> tuple[RunConfig, Sites | None]:
     """Settings with which a run would start, and the example of users' own data if there is one."""
     plain = {name: value for name, value in written.items() if name != "data"}
-    config = RunConfig(per_round=1.0).change({"batch_size": 32, **plain})
+    config = RunConfig(per_round=1.0).change(plain)
     sites = find_sites(str(written["data"]), config, app) if "data" in written else None
     if sites is not None:
         config = config.change({"data": str(sites.call), "partition": "natural", "clients": len(sites.names)})

@@ -50,6 +50,8 @@ def find_sites(data: str, config: RunConfig, app: Path) -> Sites | None:
         raise DataError(f"{folder} has {len(own)} files, one for each client: leave --partition and --clients out")
     test = None if held_out is None else str((folder / "test").resolve())
     template, constants = _arrays(corpus) if not corpus.columns else _table(corpus, label)
+    if any(quote in str(folder / path) for path in own for quote in "'\"\\"):
+        raise DataError(f"{folder}: a path with quotes or backslashes can't be told to a node; rename it")
     paths = [str(path) if folder.is_absolute() else os.path.relpath(path, app) for path in own]
     names = [path.name.partition(".")[0] for path in own]
     if not all(re.fullmatch("[A-Za-z0-9-]+", name) for name in names):
