@@ -200,7 +200,7 @@ def test_nodes_that_do_not_fit_are_no_clients(tmp_path: Path, caplog: pytest.Log
                 grid=hostile(change, tmp_path, kind="query"),
                 clients=4,
                 max_samples=10**6,
-                enrol_timeout=0.5,
+                enrol_timeout=0.2,
             )
         assert why in caplog.text, harm
 

@@ -27,6 +27,7 @@ from fedloom.flower.roster import ROSTER, Member, Registrar, Roster
 from fedloom.flower.wire import model_digest, write_local
 from fedloom.local import Local
 from fedloom.method import Method, Pipeline
+from fedloom.methods.attack import Attack
 from fedloom.stages import Setup
 from fedloom.task import Loss, Precision
 from fedloom.training import Callback, Event, Result, Training
@@ -79,6 +80,9 @@ def serve(
     local = local or Local()
     _check(clients, enrol_timeout, round_timeout, min_replies, max_samples, diagnose, local)
     method = Method(method)
+    _refuse_tampering(method.pipeline())
+    if resume and folder is None:
+        raise ConfigError("resume=True needs folder=, where the run is that is to go on")
     where = Path(folder).expanduser() if folder else None
     terms = Terms(float(round_timeout), min_replies, where is not None, evaluate_clients, find_metric(metric)[0])
     post = Post(grid)
@@ -133,6 +137,12 @@ def _played(training: Training, roster: Roster, callbacks: Sequence[Callback]) -
     method, clients = training.simulation.method, len(roster.members)
     LOG.info("%s: %d clients, %s samples", method, clients, f"{int(roster.sizes.sum()):,}")
     return training.run([_tell, *callbacks])
+
+
+def _refuse_tampering(pipeline: Pipeline) -> None:
+    for part in pipeline.parts:
+        if isinstance(part.stage, Attack) and part.stage.how == "label-flip":
+            raise ConfigError("attack: label-flip changes the clients' data, which stay with them; choose another kind")
 
 
 def _check_folder(where: Path | None, resume: bool) -> None:
