@@ -116,6 +116,18 @@ def test_what_fails_or_is_too_late_is_replaced(tmp_path: Path) -> None:
     assert all(row["answered"] == 1 for row in result.history)
 
 
+def test_clients_that_all_fail_end_the_run(tmp_path: Path) -> None:
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        if message.metadata.message_type.startswith("train"):
+            raise RuntimeError("always")
+        return call_next(message, context)
+
+    grid = unhurried(tmp_path, {}, mods=[mod])
+    with pytest.raises(fl.RunError, match="the last 51 replies were all refused"):
+        served("fedasync", tmp_path, grid=grid)
+    assert len(grid.seen) < 60
+
+
 def test_no_answer_at_all_ends_the_run(tmp_path: Path) -> None:
     grid = unhurried(tmp_path, dict.fromkeys(range(5), 10**9))
     with pytest.raises(fl.RunError, match="no client has answered"):

@@ -186,6 +186,11 @@ def test_memory_is_private(tmp_path: Path) -> None:
         ({"local": 3}, "local must be"),
         ({"metric": "f2"}, "unknown metric"),
         ({"folder": "/dev/null/x"}, "can't be written to"),
+        ({"folder": "a\0b"}, "can't be written to"),
+        ({"folder": "~nobody-of-this-name/x"}, "folder="),
+        ({"test": 5}, "test must be a pair"),
+        ({"callbacks": 5}, "callbacks must be"),
+        ({"evaluate_clients": "yes"}, "evaluate_clients must be"),
     ],
 )
 def test_bad_settings_are_refused_before_anybody_is_asked(options: dict[str, Any], why: str, tmp_path: Path) -> None:

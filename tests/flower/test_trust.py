@@ -93,6 +93,7 @@ def fail(content: Content) -> None:
 HARMS: dict[str, tuple[Harm, str]] = {
     "NaN": (poisoned(np.nan), "holds NaN or infinity"),
     "infinity": (poisoned(-np.inf), "holds NaN or infinity"),
+    "longer than any number": (poisoned(1e200), "longer than any number"),
     "ten times as long": (resized(10), "bytes in place of"),
     "too short": (resized(0.5), "has the shape"),
     "a matrix": (lambda c: rows(c, row_of(c)[None]), "has the shape"),
@@ -124,6 +125,7 @@ HARMS: dict[str, tuple[Harm, str]] = {
     "no samples": (lambda c: told(c, samples=0), "0 samples now"),
     "more steps": (lambda c: told(c, steps=10**9), "1000000000 steps"),
     "a loss of NaN": (lambda c: told(c, loss=float("nan")), "loss is not finite"),
+    "a huge loss": (lambda c: told(c, loss=-1e308), "loss is not finite"),
     "a text for a number": (lambda c: told(c, samples="12"), "samples is no int"),
     "a field too many": (lambda c: told(c, weight=100.0), "other fields"),
     "a fault": (fail, "it failed"),
@@ -258,6 +260,10 @@ ORDERS: dict[str, tuple[Callable[[Content], None], str]] = {
     "an unknown method": (ordered(method="evil(__import__('os'))"), "does not know the server's method"),
     "no settings": (ordered(local="["), "settings of local training"),
     "wild settings": (ordered(local='{"epochs": -5}'), "settings of local training"),
+    "batches beyond all memory": (
+        ordered(local='{"batch_size": 2000000000, "last_batch": "bootstrap"}'),
+        "batches of 2,000,000,000",
+    ),
     "unknown wishes": (ordered(wants='["your data"]'), "can't report: your data"),
     "a number for a text": (ordered(run=5), "run is no str"),
     "no order": (lambda c: c.pop("order") and None, "there is no order"),

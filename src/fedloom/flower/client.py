@@ -49,6 +49,7 @@ from fedloom.task import Loss, Precision, Task, check_fit
 LOG = logging.getLogger("fedloom")
 Data = Federation | tuple[Any, Any]
 MEMORY = Path("~/.fedloom/memory")
+LARGEST_BATCH = 1_000_000  # samples: a batch that is filled by drawing takes memory for all of them
 REPORTED = ("mean_gradient", "final_score", "step_norm")  # what engines can report beside an update
 Answer = Callable[[Message, Context], RecordDict]
 
@@ -198,6 +199,8 @@ class _Client:
                 "this client trains by its own settings only: "
                 + ", ".join(f"{n} is {getattr(self.local, n)}, not {getattr(local, n)}" for n in names)
             )
+        if local.batch_size is not None and local.batch_size > LARGEST_BATCH:
+            raise Refused(f"the server asks for batches of {local.batch_size:,} samples")
         task = Task.of(model, self.loss, torch.device("cpu"), self.precision)
         check_fit(task, federation.to(torch.device("cpu"), task.space.dtype), local)
         return local

@@ -37,6 +37,7 @@ from fedloom.space import Buffers
 from fedloom.stages import Metrics, Setup, Updates, Work
 
 LOG = logging.getLogger("fedloom")
+FRUITLESS = 10  # refused replies in a row, for each client, after which an asynchronous run ends
 ASSEMBLY = 60.0  # seconds that a server waits for all of its clients when it begins or goes on
 
 
@@ -124,6 +125,7 @@ class Fleet:
         self.out: dict[str, Work] = {}  # of an asynchronous schedule: Works of one client that are out
         self.ready: list[tuple[Work, Answer]] = []  # of these, what has come back and was not used yet
         self.heard = time.monotonic()
+        self.fruitless = 0  # replies in a row that were refused
         self.assembled = False
         self.accepted = Accepted(terms.resumable) if pipeline.stateful else None
         self.replies: Replies | None = None  # known from the first Work on
@@ -187,6 +189,7 @@ class Fleet:
                 found = self._judged(asked, 0, content)
                 if found is not None:
                     self.ready.append((asked, found))
+                self.fruitless = 0 if found is not None else self.fruitless + 1
             self._give_up_late()
             if self.ready or len(self.out) < self.setup.per_round:
                 break
@@ -197,6 +200,10 @@ class Fleet:
             answered = self._updates(asked, [found])
             which = {"work": torch.tensor([asked.w]), "start": asked.start[None]}
             return replace(answered, extra={**answered.extra, **which})
+        if self.fruitless > FRUITLESS * self.setup.clients:
+            raise RunError(f"the last {self.fruitless} replies were all refused; resume when that is mended")
+        if self.fruitless:
+            self.post.pause()
         if time.monotonic() - self.heard > 2 * self.terms.round_timeout:
             raise RunError(f"no client has answered for {2 * self.terms.round_timeout:g} s; resume when one is there")
         return self._updates(work, [])

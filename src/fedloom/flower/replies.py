@@ -19,6 +19,7 @@ from fedloom.rows import Rows
 from fedloom.space import Buffers
 from fedloom.stages import Setup, State, Updates, Work, as_sent
 
+LARGEST_LOSS = 1e100  # the sum over many clients must stay finite
 TOLD = {
     "run": str,
     "work": int,
@@ -89,7 +90,9 @@ class Replies:
             before = work.buffers[name][place] if work.start.dim() == 2 else work.buffers[name]
             if bool((torch.isfinite(before).cpu() & ~torch.isfinite(buffer)).any()):
                 raise Refused(f"the update, buffer/{name} holds NaN or infinity")
-        if not math.isfinite(told["loss"]):
+        if not math.isfinite(float(tensors["row"].double().square().sum())):
+            raise Refused("the update is longer than any number")
+        if not abs(told["loss"]) < LARGEST_LOSS:
             raise Refused("its loss is not finite")
         return Answer(place, told["steps"], told["loss"], tensors, told["forgot"])
 

@@ -134,7 +134,10 @@ class Registrar:
 
     def listen(self) -> list[int]:
         """Ask nodes that are new, and hear whoever has answered since: their ids."""
-        new = sorted(set(self.post.connected()) - set(self.known) - set(self.asked.values()))
+        there = set(self.post.connected())
+        for node in [node for node, found in self.known.items() if found is None and node not in there]:
+            del self.known[node]  # when it is back, it may have been mended
+        new = sorted(there - set(self.known) - set(self.asked.values()))
         question = {"protocol": PROTOCOL, "local": self.local}
         contents = [(node, RecordDict({"question": plain_record(question)})) for node in new]
         ids = self.post.send(contents, QUERY, PATIENCE)

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedloom.checkpoint import exist
-from fedloom.errors import ConfigError, RunError, nearest
+from fedloom.errors import ConfigError, ModelError, RunError, nearest
 from fedloom.evaluate import Score, find_metric
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import CHECKPOINT, MARK, MODEL, write_model
@@ -79,11 +79,17 @@ def serve(
     """
     local = local or Local()
     _check(clients, enrol_timeout, round_timeout, min_replies, max_samples, diagnose, local)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
+        raise ConfigError("callbacks must be a list of functions of one fl.Event")
+    if not isinstance(evaluate_clients, bool):
+        raise ConfigError(f"evaluate_clients must be True or False, not {evaluate_clients!r}")
     method = Method(method)
     _refuse_tampering(method.pipeline())
     if resume and folder is None:
         raise ConfigError("resume=True needs folder=, where the run is that is to go on")
-    where = Path(folder).expanduser() if folder else None
+    where = _expanded(folder) if folder else None
     terms = Terms(float(round_timeout), min_replies, where is not None, evaluate_clients, find_metric(metric)[0])
     post = Post(grid)
     registrar = Registrar(post, model_digest(model), write_local(local), max_samples)
@@ -139,6 +145,13 @@ def _played(training: Training, roster: Roster, callbacks: Sequence[Callback]) -
     return training.run([_tell, *callbacks])
 
 
+def _expanded(folder: str | Path) -> Path:
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"folder={str(folder)!r}: {error}") from None
+
+
 def _refuse_tampering(pipeline: Pipeline) -> None:
     for part in pipeline.parts:
         if isinstance(part.stage, Attack) and part.stage.how == "label-flip":
@@ -156,8 +169,8 @@ def _check_folder(where: Path | None, resume: bool) -> None:
         there = {path.name for path in where.iterdir()}
         if not os.access(where, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise RunError(f"{where} can't be written to: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{where} can't be written to: {getattr(error, 'strerror', error)}") from None
     if there and not resume:
         raise RunError(f"{where} is not empty; choose another folder, or resume the run that is in it")
     if there and (exist(where / CHECKPOINT) or MARK not in there):
@@ -192,6 +205,8 @@ def _check(
 def _held_out(test: Any) -> Federation | None:
     if test is None or isinstance(test, Federation):
         return test
+    if not isinstance(test, tuple | list):
+        raise ConfigError(f"test must be a pair (x, y) or a fl.Federation, not {type(test).__name__}")
     held = Holdout.of(test, "test")
     offsets = torch.tensor([0, len(held.x)])
     federation = Federation.build(held.x, held.y, torch.arange(len(held.x)), offsets, test=held)
