@@ -124,6 +124,8 @@ def serve(root: Path, host: str, port: int, *, say: Callable[[str], None], show:
         log_level="critical",
         access_log=False,
         lifespan="on",
+        loop="asyncio",  # the same server whatever else is installed
+        http="h11",
         proxy_headers=False,
         server_header=False,
         ws="none",
