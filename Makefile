@@ -35,7 +35,7 @@ demo: $(STAMP)  ## the five papers, alone and stacked, on digits: 20 clients wit
 	  "radfed(redistributions=5)+adabest(beta=0.9)+dgt+fedglad+2dlrd(window=10)"
 
 # Two processes for two cores; both must pass.
-HALF := tests/flower tests/data tests/methods tests/engines tests/models tests/test_reference.py
+HALF := tests/data tests/methods tests/engines tests/models tests/test_reference.py
 
 test: $(STAMP) $(DATA)  ## the tests of every day (below 8 minutes on 2 cores)
 	@$(BIN)/python -m pytest -m "not long and not gpu" -p no:cacheprovider $(HALF) > .half.log 2>&1 & half=$$!; \

@@ -44,6 +44,7 @@ def python(code: str, **env: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the size of a process can't be read here")
+@pytest.mark.long
 def test_memory_that_runs_out() -> None:
     """Ever less of it: first as it is, then in halves with the same result, and in the end one sentence."""
     # What is freed goes back at once, so that the size of the process says what it needs.

@@ -129,7 +129,7 @@ def test_killed_run_ends_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize(
-    "kind", ["queue", *(pytest.param(k, marks=pytest.mark.long) for k in ("stateful", "travelling"))]
+    "kind", [pytest.param(kind, marks=pytest.mark.long) for kind in ("queue", "stateful", "travelling")]
 )
 def test_told_to_stop_it_saves_the_last_whole_round(
     kind: str, undisturbed: Callable[[str], Run], tmp_path: Path

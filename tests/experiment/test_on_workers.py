@@ -63,6 +63,7 @@ def test_a_comparison(alone: Comparison, tmp_path: Path) -> None:
     check_same(again, alone)
 
 
+@pytest.mark.long
 def test_a_worker_dies(tmp_path: Path) -> None:
     slow = ON_RAY.change({"rounds": 60, "checkpoint_every": 5})
     killed: list[int] = []

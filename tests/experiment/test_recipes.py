@@ -31,7 +31,11 @@ QUIET = Console(quiet=True)
 # Scores that two rounds can't have: of a later round, of an accuracy that is not reached, of two points.
 POOR = {"accuracy", "f1", "auc"}  # relative to nothing at all
 LONGER = {"drop", "to_30", "to_70", "correlation", "switched"}
-REPEATED = {"fedglad-table7", "fedglad-fig6", "fedglad-fig7"}  # data, models and methods of fedglad-table1
+# Data, models and methods that another recipe has too.
+REPEATED = {
+    *("fedglad-table7", "fedglad-fig6", "fedglad-fig7", "fedglad-table14", "fedglad-fig3", "fedglad-table3"),
+    *("radfed-fig2", "robustness", "2dlrd-fig2", "fedglad-table11"),
+}
 SMOKE = [pytest.param(name, marks=[pytest.mark.long] if name in REPEATED else []) for name in recipe_names()]
 DATA = Path(os.environ.get("FEDLOOM_DATA") or "nowhere")
 SMALL = """\

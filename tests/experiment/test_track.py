@@ -106,6 +106,7 @@ def test_flat() -> None:
 @needs("tensorboard")
 @needs("mlflow")
 @needs("wandb")
+@pytest.mark.long
 def test_all_read_back_what_was_written_also_after_a_crash(tmp_path: Path) -> None:
     """Round 3 is logged, then lost by the run, whose checkpoint is of round 2, and played again."""
     config = dataclasses.replace(SMALL, rounds=5, checkpoint_every=2)

@@ -13,7 +13,7 @@ import torch
 import fedloom as fl
 from fedloom.flower import LocalGrid, client_app, serve
 from fedloom.flower.server import settled
-from tests.examples import METHODS
+from tests.examples import EXAMPLES, METHODS, STACK
 from tests.flower.in_process import LOCAL, apart, clients, mlp, served, simulated
 
 NOT_COMPARED = {"seconds", "refused", "silent", "forgot"}
@@ -28,7 +28,14 @@ def check_same(real: fl.Result, other: fl.Result, most: float = 1e-12) -> None:
             assert a[name] == pytest.approx(b[name], rel=1e-9, abs=1e-12, nan_ok=True), name
 
 
-SYNCHRONOUS = [method for method in METHODS if "fedasync" not in method]  # see test_live.py
+# What travels differs in these: corrections, memories, rates, scores, models of one's own. The others are long.
+DIFFER = ("scaffold", "scaffold-m", "feddyn", "adabest", "fednova", "importance", "radfedi", "2dlrd", "md", "noise")
+EVERY_DAY = {STACK, *(EXAMPLES.get(name, name) for name in DIFFER)}
+SYNCHRONOUS = [
+    pytest.param(method, marks=() if method in EVERY_DAY else pytest.mark.long)
+    for method in METHODS
+    if "fedasync" not in method  # see test_live.py
+]
 
 
 @pytest.mark.parametrize("method", SYNCHRONOUS)

@@ -126,7 +126,10 @@ def test_method_alone(name: str, federation: fl.Federation) -> None:
     assert fl.Method(fl.Method(TEXTS[name]).text) == fl.Method(TEXTS[name])
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [pytest.param(*pair, marks=() if i % 4 == 0 else pytest.mark.long) for i, pair in enumerate(PAIRS)],
+)
 def test_pair(one: str, other: str, federation: fl.Federation) -> None:
     text = f"{TEXTS[one]}+{TEXTS[other]}"
     shared = shared_stages(one, other)
