@@ -80,7 +80,10 @@ def reads_rows(method: str) -> bool:
     return any(part.stage.reads_rows for part in fl.Method(method).pipeline().parts)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=() if i % 3 == 0 or m is METHODS[-1] else pytest.mark.long) for i, m in enumerate(METHODS)],
+)
 def test_every_method(method: str, fetched: list[str]) -> None:
     check_same(fit(method), fit(method, "loop"))
     assert not fetched  # what is not declared to read rows was computed from sums
@@ -206,6 +209,7 @@ def everybody_is_there(event: fl.Event | None = None) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_whoever_dies_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker is killed with a share, with rows, and with memories on their way: the result is that of a quiet run."""
     method = "adabest+scaffold+fedglad+dgt(alpha=0.5)"

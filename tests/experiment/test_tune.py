@@ -441,6 +441,7 @@ SOURCE = str(Path(fl.__file__).parent.parent)
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": SOURCE}
 
 
+@pytest.mark.long
 def test_a_study_that_was_killed_is_resumed(tmp_path: Path, fedloom: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["tune", "fedadam(lr=log(1e-4, 1))", "--clients", "10", "--per-round", "4", "--model", "logistic"]
     arguments += ["--rounds", "100", "--trials", "12", "--together", "2", "--out", "cut"]

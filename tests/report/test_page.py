@@ -263,6 +263,7 @@ rows:
 """
 
 
+@pytest.mark.long
 def test_the_page_of_a_recipe(browser: Any, tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(RECIPE)
     recipe = read_recipe(tmp_path / "two.yaml")
