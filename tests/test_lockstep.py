@@ -68,18 +68,20 @@ def test_every_method_beside_every_other(joined: list[int]) -> None:
 
 
 def test_seeds_lengths_and_callbacks(joined: list[int]) -> None:
-    """Different seeds, numbers of rounds and clients; one run is stopped by its callback."""
+    """Different seeds, numbers of rounds and clients, rates; one run is stopped by its callback."""
     kinds: list[dict[str, Any]] = [
         {"seed": 0, "rounds": 6},
         {"seed": 1, "rounds": 2, "clients_per_round": 7},
         {"seed": 2, "rounds": 5, "dropout_rate": 0.5},
-        {"seed": 3, "rounds": 6},
+        {"seed": 3, "rounds": 6, "local": fl.Local(epochs=2, batch_size=8, lr=0.3)},
     ]
     stop = [[], [], [], [lambda event: fl.STOP if event.round == 3 else None]]
     alone = [training("adabest", **kind).run(own) for kind, own in zip(kinds, stop, strict=True)]
+    joined.clear()
     together = run_together([training("adabest", **kind) for kind in kinds], stop)
     assert [len(result.history) for result in together] == [6, 2, 5, 3]
     assert together[3].stopped == "callback"
+    assert joined[0] == 4
     for one, other in zip(alone, together, strict=True):
         assert apart(other.params, one.params) < 1e-9
 
@@ -93,7 +95,7 @@ def test_runs_that_differ_are_trained_apart(joined: list[int]) -> None:
         training(),
         training("adabest", seed=5),
         training(model=other_model),
-        training(local=fl.Local(epochs=2, batch_size=8, lr=0.2)),
+        training(local=fl.Local(epochs=2, batch_size=8, lr=0.1, momentum=0.5)),
         training(data=federation()),
         training(loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="none")),
         training(engine="loop"),

@@ -13,6 +13,7 @@ from fedloom.cli.app import (
     DataDir,
     Figures,
     Overwrite,
+    Processes,
     Resume,
     TimeBudget,
     Track,
@@ -84,6 +85,7 @@ def compare(
     lockstep: Annotated[
         bool, typer.Option("--lockstep/--one-by-one", help="Train runs of the same model as one cohort.")
     ] = True,
+    processes: Processes = None,
     track: Track = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the comparison.")] = Path("runs/compare"),
     overwrite: Overwrite = False,
@@ -114,6 +116,7 @@ def compare(
             overwrite=overwrite,
             resume=resume,
             lockstep=lockstep,
+            processes=processes,
             track=trackers,
         )
     out.print(table(done))
@@ -139,6 +142,7 @@ def reproduce(
     rounds: Annotated[int | None, typer.Option(help="Works per client slot.", show_default="as in the paper")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     engine: Annotated[str, typer.Option(help="auto, loop, vector or ray.")] = "auto",
+    processes: Processes = None,
     data_dir: DataDir = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for runs and results; what it holds is reused.")] = Path(
         "runs/reproduce"
@@ -162,6 +166,7 @@ def reproduce(
             folds=folds,
             rounds=rounds,
             settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
+            processes=processes,
         )
     out.print(reproduction.table(found))
     for remark in reproduction.remarks(found):

@@ -20,6 +20,7 @@ from fedloom.errors import ConfigError, RunError
 from fedloom.evaluate import METRICS
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, Run, claim, is_finished, write_text
+from fedloom.experiment.processes import check_processes, side_by_side
 from fedloom.experiment.progress import Watch
 from fedloom.experiment.run import Job, alone, load_data, prepare_run, start_runs, workers_for
 from fedloom.experiment.statistics import Paired, compare_all
@@ -121,12 +122,13 @@ def compare(
     overwrite: bool = False,
     resume: bool = False,
     lockstep: bool = True,
+    processes: int | None = None,
     track: Sequence[str] = (),
 ) -> Comparison:
     """Run every method with every seed; finished runs are read back under `resume`. Seed s also deals out the data
     and draws the starting model, the same for all methods. In `lockstep`, runs that the vector engine trains share
-    their cohorts. On a cluster each run is played by one worker, if there are enough of them. `track` names the
-    trackers that hear of every round.
+    their cohorts; with `processes` so many are at work at a time, each in a process of its own. On a cluster each run
+    is played by one worker, if there are enough of them. `track` names the trackers that hear of every round.
     """
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1, not {seeds}")
@@ -136,6 +138,7 @@ def compare(
     if len(set(texts)) < len(texts):
         twice = next(text for text in texts if texts.count(text) > 1)
         raise ConfigError(f"{twice} stands in the comparison twice")
+    check_processes(processes, config)
     config = config.settled()
     federation = load_data(**config.dealing)
     if federation.test is None:
@@ -170,14 +173,23 @@ def compare(
                 label = f"{plan.method} seed {seeded.seed}"
                 tell = trackers.enter_context(tracked(track, where, asdict(seeded), title=label, resume=resume))
                 jobs.append(Job(seeded, where, [progress.callback(label, config.metric), *tell]))
+        if processes:
+            _apart(jobs, processes, resume)
         at_once = TOGETHER if pool is not None or (lockstep and vector) else 1
-        runs = _run_all([jobs[i : i + at_once] for i in range(0, len(jobs), at_once)], resume, pool)
+        runs = _run_all([jobs[i : i + at_once] for i in range(0, len(jobs), at_once)], resume or bool(processes), pool)
         rows = [Row(plan.method, runs[i * seeds : (i + 1) * seeds], config.metric) for i, plan in enumerate(plans)]
     goal = target
     if target is None and math.isfinite(rows[0].mean):
         goal = BASELINE_SHARE * rows[0].mean
     rows = [replace(row, target=goal, gain=gain) for row, gain in zip(rows, gains(rows), strict=True)]
     return Comparison(folder, asked, rows, goal, seeds)
+
+
+def _apart(jobs: Sequence[Job], processes: int, resume: bool) -> None:
+    """Finish all of them side by side; what is wrong with one does not keep the others from theirs."""
+    left = [job for job in jobs if not (resume and is_finished(job.folder))]
+    for error in side_by_side([[job] for job in left], processes, resume=resume).values():
+        raise error
 
 
 def _run_all(portions: Sequence[Sequence[Job]], resume: bool, pool: Pool | None) -> list[Run]:

@@ -37,6 +37,7 @@ class Finding:
     printed: Printed | None
     why_not: str = ""
     note: str = ""  # why there is no mean although it was run
+    values: tuple[float, ...] = ()  # of the runs, by seed and fold
 
     @property
     def difference(self) -> float:
@@ -81,7 +82,8 @@ class Reproduction:
         mean, sd = self._mean(cell, score, values)
         lost = "not reached" if function.text.startswith("first(") else "diverged"
         note = lost if any(map(math.isnan, values)) else ""
-        return Finding(cell.case.row, cell.case.label, score, mean, sd, len(values), printed, cell.why_not, note)
+        why, runs = cell.why_not, tuple(values)
+        return Finding(cell.case.row, cell.case.label, score, mean, sd, len(values), printed, why, note, runs)
 
     def _empty(self, cell: Cell, score: str) -> Finding:
         printed, note = cell.case.printed.get(score), "not measured" if cell.runs else "not run"

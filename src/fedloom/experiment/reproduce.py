@@ -7,11 +7,11 @@ interrupted goes on.
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -27,6 +27,7 @@ from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, seconds_for
 from fedloom.experiment.findings import Cell, Reproduction
 from fedloom.experiment.folder import InUse, Run, is_finished, load_run
+from fedloom.experiment.processes import check_processes, side_by_side
 from fedloom.experiment.progress import Watch
 from fedloom.experiment.recipe import SCALES, Case, Recipe
 from fedloom.experiment.run import Job, alone, load_data, prepare_run, start_runs, workers_for
@@ -71,9 +72,10 @@ def reproduce(
     folds: int | None = None,
     rounds: int | None = None,
     settings: Mapping[str, Any] | None = None,
+    processes: int | None = None,
 ) -> Reproduction:
     """Run a recipe into a folder; what the folder holds already is taken from there. Rows that can't be run are told
-    with the reason.
+    with the reason. With `processes` so many runs are at work at a time, each in a process of its own.
     """
     chosen = _chosen(recipe, rows)
     options = dict(settings or {})
@@ -94,16 +96,24 @@ def reproduce(
         config = scaled(recipe, case, scale, rounds).change(options)
         by_row.setdefault(case.row, []).append(Cell(case, config))
     repeats = [(seed, fold) for seed in range(seeds) for fold in (range(folds) if folds else [None])]
+    check_processes(processes, next(iter(by_row.values()))[0].config)
     seen: set[tuple[str, str]] = set()
+    asked: list[_Row] = []
+    left_out: dict[str, str] = {}
     for row, cells in by_row.items():
         kind = (cells[0].config.data, cells[0].config.model)
         if row not in chosen:
-            by_row[row] = _left_out(recipe, cells, repeats, out, "not chosen by --rows")
+            left_out[row] = "not chosen by --rows"
         elif scale == "smoke" and kind in seen:
-            by_row[row] = _left_out(recipe, cells, repeats, out, "smoke runs one row of each data set and model")
+            left_out[row] = "smoke runs one row of each data set and model"
         else:
             seen.add(kind)
-            by_row[row] = _run_row(recipe, row, cells, repeats, out, scale, console)
+            asked.append(_planned_row(recipe, row, cells, repeats, out))
+    for some in [asked] if processes else [[row] for row in asked]:
+        for done in _run_rows(recipe, some, scale, console, processes):
+            by_row[done.name] = done.cells
+    for row, why_not in left_out.items():
+        by_row[row] = _left_out(recipe, by_row[row], repeats, out, why_not)
     folder = out / (recipe.name if scale == "paper" else f"{recipe.name}-{scale}")
     return Reproduction(recipe, scale, folder, tuple(cell for cells in by_row.values() for cell in cells))
 
@@ -139,16 +149,29 @@ def _chosen(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
     return found
 
 
-def _run_row(
-    recipe: Recipe,
-    row: str,
-    cells: list[Cell],
-    repeats: list[tuple[int, int | None]],
-    out: Path,
-    scale: str,
-    console: Console,
-) -> list[Cell]:
-    """All methods of a row, in lockstep where they can be."""
+class _Row(NamedTuple):
+    name: str
+    cells: list[Cell]
+    planned: list[list[Job]]  # of each cell
+
+    def left(self) -> list[Job]:
+        """Runs that are still to be made."""
+        jobs = {job.folder: job for own in self.planned for job in own}  # two labels may be the same run
+        return [job for job in jobs.values() if not is_finished(job.folder)]
+
+    def refused(self, why_not: str) -> "_Row":
+        return self._replace(cells=[replace(cell, why_not=cell.why_not or why_not) for cell in self.cells])
+
+    def done(self, problems: dict[Path, str]) -> "_Row":
+        found = []
+        for cell, own in zip(self.cells, self.planned, strict=True):
+            runs = tuple(load_run(job.folder) for job in own if is_finished(job.folder))
+            missing = [problems[job.folder] for job in own if not is_finished(job.folder)]
+            found.append(replace(cell, runs=runs, why_not=cell.why_not or (missing[0] if missing else "")))
+        return self._replace(cells=found)
+
+
+def _planned_row(recipe: Recipe, row: str, cells: list[Cell], repeats: list[tuple[int, int | None]], out: Path) -> _Row:
     planned: list[list[Job]] = []
     for i, cell in enumerate(cells):
         try:
@@ -156,28 +179,41 @@ def _run_row(
         except FedloomError as error:  # a method that can't be planned does not keep the others from running
             planned.append([])
             cells[i] = replace(cell, why_not=_told(error))
-    jobs = {job.folder: job for own in planned for job in own}  # two labels may be the same run
-    left = [job for job in jobs.values() if not is_finished(job.folder)]
-    if left:
-        try:
-            load_data(**left[0].config.dealing)
-            why_not = _too_long(left) if scale == "paper" else ""
-        except FedloomError as error:
-            why_not = _told(error)
+    return _Row(row, cells, planned)
+
+
+def _run_rows(recipe: Recipe, rows: list[_Row], scale: str, console: Console, processes: int | None) -> Iterator[_Row]:
+    """All methods of these rows: side by side, or in lockstep where they can be."""
+    left: dict[Path, Job] = {}
+    possible = []
+    for row in rows:
+        why_not = _why_not(row.left(), scale)
         if why_not:
-            return [replace(cell, why_not=cell.why_not or why_not) for cell in cells]
-    console.print(f"{recipe.name}: {row}", highlight=False, markup=False, soft_wrap=True)
-    problems = _run(left, console)
-    done = []
-    for cell, own in zip(cells, planned, strict=True):
-        runs = tuple(load_run(job.folder) for job in own if is_finished(job.folder))
-        missing = [problems[job.folder] for job in own if not is_finished(job.folder)]
-        done.append(replace(cell, runs=runs, why_not=cell.why_not or (missing[0] if missing else "")))
-    return done
+            yield row.refused(why_not)
+            continue
+        console.print(f"{recipe.name}: {row.name}", highlight=False, markup=False, soft_wrap=True)
+        left |= {job.folder: job for job in row.left()}
+        possible.append(row)
+    problems = _run(list(left.values()), console, processes)
+    for row in possible:
+        yield row.done(problems)
 
 
-def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
+def _why_not(left: list[Job], scale: str) -> str:
+    """Why a row can't be run; nothing if it can, or has been."""
+    if not left:
+        return ""
+    try:
+        load_data(**left[0].config.dealing)
+        return _too_long(left) if scale == "paper" else ""
+    except FedloomError as error:
+        return _told(error)
+
+
+def _run(jobs: list[Job], console: Console, processes: int | None) -> dict[Path, str]:
     """Finish all of them; why those that fail did not."""
+    if processes:
+        return _run_apart(jobs, console, processes)
     problems: dict[Path, str] = {}
     ready: list[Job] = []
     pool = workers_for(jobs[0].config, len(jobs)) if jobs else None
@@ -196,10 +232,7 @@ def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
             ready.append(job)
     at_once = TOGETHER if vector or pool is not None else 1
     with Watch(sum(job.config.rounds for job in ready), console) as watch:
-        told = [
-            job._replace(callbacks=[watch.callback(f"{job.config.method} seed {job.config.seed}", job.config.metric)])
-            for job in ready
-        ]
+        told = [_watched(job, watch) for job in ready]
         for i in range(0, len(told), at_once):
             try:
                 start_runs(told[i : i + at_once], resume=True, pool=pool)
@@ -208,6 +241,47 @@ def _run(jobs: list[Job], console: Console) -> dict[Path, str]:
             except FedloomError as error:
                 problems |= {job.folder: _told(error) for job in told[i : i + at_once]}
     return problems
+
+
+def _run_apart(jobs: list[Job], console: Console, processes: int) -> dict[Path, str]:
+    """Side by side, those with the most works first: the shortest fill the gaps at the end. What can be trained as one
+    cohort is one process's, as long as there is enough for all.
+    """
+    kinds: dict[str, list[Job]] = {}
+    with Watch(sum(job.config.rounds for job in jobs), console) as watch:
+        for job in sorted(jobs, key=lambda job: -_works(job.config)):
+            kinds.setdefault(_kind(job.config), []).append(_watched(job, watch))
+        size = min(TOGETHER, max(1, len(jobs) // processes))
+        groups = [own[i : i + size] for own in kinds.values() for i in range(0, len(own), size)]
+        found = side_by_side(groups, processes, resume=True)
+    for error in found.values():
+        if isinstance(error, InUse):
+            raise error
+    return {job.folder: _told(error) for place, error in found.items() for job in groups[place]}
+
+
+def _kind(config: RunConfig) -> str:
+    """What runs must have in common to be trained together (`lockstep.alike` looks closely)."""
+    return repr((config.data, config.augment, config.model, config.loss, replace(config.local, lr=1.0)))
+
+
+def _works(config: RunConfig) -> float:
+    """Samples that a run sees, about."""
+    schedule = Method(config.method).pipeline().schedule.stage
+    clients = config.clients or 100
+    cohort = cohort_size(config.per_round, clients)
+    return (
+        config.rounds
+        * schedule.works(cohort)
+        * cohort
+        * (config.epochs if config.steps is None else config.steps)
+        / clients
+    )
+
+
+def _watched(job: Job, watch: Watch) -> Job:
+    label = f"{job.config.method} seed {job.config.seed}"
+    return job._replace(callbacks=[watch.callback(label, job.config.metric)])
 
 
 def _try(job: Job) -> tuple[str, bool]:

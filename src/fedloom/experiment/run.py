@@ -110,17 +110,23 @@ class Job(NamedTuple):
 
 @session()
 def start_runs(
-    jobs: Sequence[Job], *, overwrite: bool = False, resume: bool = False, pool: Pool | None = None
+    jobs: Sequence[Job],
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    pool: Pool | None = None,
+    room: Room | None = None,
 ) -> list[Run]:
-    """Several runs, each into its own folder: in lockstep, or at the workers of a pool."""
+    """Several runs, each into its own folder: in lockstep, or at the workers of a pool. They share one `room` for what
+    their clients remember.
+    """
     configs = [job.config.settled() for job in jobs]
-    room: list[Room] = []  # for what the clients of all runs remember
     ready = []
     for job, config in zip(jobs, configs, strict=True):
-        found = prepare_run(config, job.folder, resume, room[0] if room else None)
+        found = prepare_run(config, job.folder, resume, room)
         ready.append(found)
         if not isinstance(found, Run):
-            room = room or [found[0].simulation.population.room]
+            room = room or found[0].simulation.population.room
             found[0].label = f"{config.method}, seed {config.seed}: " if len(jobs) > 1 else ""
     done = {i: run for i, run in enumerate(ready) if isinstance(run, Run)}
     with ExitStack() as folders:

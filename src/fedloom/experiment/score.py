@@ -4,6 +4,7 @@
 | --- | --- |
 | last(key) | after the last evaluated round |
 | mean(key), mean(key, last=10) | the mean over all rounds, or over the last so many that have the key |
+| mean(key, works=40) | the mean over the rounds that end within the last so many works |
 | max(key), min(key) | the highest, the lowest |
 | argmax(key), argmin(key) | the round of the highest, the lowest |
 | first(key, above=0.8) | works until the key was first at least that |
@@ -71,8 +72,11 @@ def _last(history: History, key: str) -> float:
     return series.scale * series.values[-1] if series.lines else math.nan
 
 
-def _mean(history: History, key: str, last: int | None = None) -> float:
+def _mean(history: History, key: str, last: int | None = None, works: int | None = None) -> float:
     series = Series.of(history, key)
+    if works is not None:
+        begin = max((line["works"] for line in series.lines), default=0) - works + 1e-9
+        series = Series(key, [line for line in series.lines if line["works"] > begin])
     values = series.values if last is None else series.values[-last:]
     return series.scale * statistics.fmean(values) if values else math.nan
 
@@ -139,7 +143,7 @@ FUNCTIONS: dict[
     str, tuple[Callable[..., float], int, dict[str, Callable[[str], Any]]]
 ] = {  # function, keys, named values
     "last": (_last, 1, {}),
-    "mean": (_mean, 1, {"last": _count}),
+    "mean": (_mean, 1, {"last": _count, "works": _count}),
     "max": (_max, 1, {}),
     "min": (_min, 1, {}),
     "argmax": (_argmax, 1, {}),

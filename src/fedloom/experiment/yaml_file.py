@@ -8,7 +8,7 @@ from fedloom.untrusted import read_bytes
 
 Places = dict[tuple[str, ...], str]  # from the keys on the way down to the beginning of an error message
 LONGEST = 1 << 20  # bytes of a file
-MOST = 10_000  # words and brackets in it
+MOST = 50_000  # words and brackets in it
 DEEPEST = 12  # lists in lists
 WORD = 100_000  # characters; a whole number of more takes minutes to read
 

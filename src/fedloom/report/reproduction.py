@@ -102,12 +102,13 @@ def csv_text(found: Reproduction) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     heads = ["recipe", "scale", "row", "label", "method", "score", "measured", "sd", "runs", "printed", "printed_sd"]
-    writer.writerow([*heads, "difference", "note", "not_run"])
+    writer.writerow([*heads, "difference", "note", "not_run", "values"])
     methods = {(cell.case.row, cell.case.label): cell.config.method for cell in found.cells}
     for f in found.findings():
         printed = (None, None) if f.printed is None else (f.printed.mean, f.printed.sd)
         who = [found.recipe.name, found.scale, f.row, f.label, methods[f.row, f.label], f.score]
-        told = [*who, f.mean, f.sd, f.runs, *printed, f.difference, f.note, f.why_not]
+        values = " ".join(f"{value:.6g}" for value in f.values)
+        told = [*who, f.mean, f.sd, f.runs, *printed, f.difference, f.note, f.why_not, values]
         writer.writerow(["" if value is None or value != value else value for value in told])
     return out.getvalue()
 
