@@ -28,7 +28,7 @@ WORKS, TAIL, TRIALS, SEEDS = 240, 40, 10, 5
 GRIDS: dict[str, dict[str, list[Any]]] = {
     "radfed": {"redistributions": [2, 5, 10, 20]},
     "2dlrd": {"c": [0.1, 0.2, 0.4], "window": [10, 25, 50]},
-    "adabest": {"beta": [0.6, 0.8, 0.9, 0.96], "mu": [0.002, 0.02, 0.1]},
+    "adabest": {"beta": [0.6, 0.8, 0.9, 0.96], "mu": [0.002, 0.02]},
     "dgt": {"alpha": [0.5, 0.9, 0.99]},
     "fedglad": {"gamma": [0.01, 0.02, 0.05]},
 }
@@ -36,7 +36,7 @@ NAMES = {"radfed": "RADFed", "2dlrd": "2D-LRD", "adabest": "AdaBest", "dgt": "DG
 SHARED = {"clients": 100, "validation": 10, "per_round": 10, "rounds": WORKS, "batch_size": 50, "eval_every": 5}
 ROWS: dict[str, tuple[dict[str, Any], list[float]]] = {
     "mnist": (
-        {"data": "mnist", "partition": "fednlp(alpha=0.1)", "model": "mlp(hidden=[200, 200])", "epochs": 5},
+        {"data": "mnist", "partition": "fednlp(alpha=0.1)", "model": "mlp(hidden=[100, 100])", "epochs": 2},
         [0.01, 0.03, 0.1, 0.2, 0.4],
     ),
     "cifar10": (

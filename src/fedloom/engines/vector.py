@@ -289,18 +289,24 @@ class Vector:
         samples = upload(ordered.samples, x.device)
         squares = x.new_zeros(len(x), dtype=torch.float64)
         for s, lengths in enumerate(ordered.lengths):
-            for width in np.unique(lengths[lengths > 0]).tolist():
-                alike = upload(np.flatnonzero(lengths == width), x.device)
-                counts = torch.full((len(alike),), width, device=x.device)
+            there = upload(lengths, x.device)
+            for places in self._scored_together(lengths):
+                alike, width = upload(places, x.device), int(lengths[places].max())
                 keys = None if cohort.keys is None else cohort.keys[turn][alike]
                 part = {name: values[alike] for name, values in held.items()}
                 chosen = samples[s, alike, :width]
-                gradient, _ = self.gradients(x[alike], part, chosen, counts, keys, s, clean=True)
+                gradient, _ = self.gradients(x[alike], part, chosen, there[alike], keys, s, clean=True)
                 for name, values in part.items():
                     held[name][alike] = values
                 squares[alike] += gradient.double().square().sum(1)
         steps = upload(ordered.steps, squares.device)
         scores[upload(order[ordered.order], squares.device)] = squares / steps
+
+    def _scored_together(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """Rows whose batches are of one length; where samples do not touch each other, all that have one."""
+        if not self.mixes:
+            return [np.flatnonzero(lengths)]
+        return [np.flatnonzero(lengths == width) for width in np.unique(lengths[lengths > 0])]
 
 
 Rows = Sequence[tuple[Vector, Work, int]]  # the run that each client trains for, its Work and its place there
