@@ -1,10 +1,10 @@
 """Stacked against alone: all unions of the five methods on three data sets, with equal works and equal tuning effort.
 
-    python benchmarks/stacking.py plan tuning.yaml               a recipe of all trials
+    python scripts/stacking.py plan tuning.yaml               a recipe of all trials
     fedloom reproduce tuning.yaml --processes 16
-    python benchmarks/stacking.py choose runs/reproduce/tuning/result.csv src/fedloom/recipes/stacking.yaml
+    python scripts/stacking.py choose runs/reproduce/tuning/result.csv src/fedloom/recipes/stacking.yaml
     fedloom reproduce stacking --processes 16
-    python benchmarks/stacking.py effects runs/reproduce/stacking/result.csv effects.md
+    python scripts/stacking.py effects runs/reproduce/stacking/result.csv effects.md stacking.png
 
 Every union has as many trials as every other, however many values it has to choose: each local rate of the grid twice,
 everything else drawn at random from its grid. The trial with the highest accuracy on held-out clients is repeated with
@@ -23,6 +23,8 @@ import numpy as np
 import yaml
 
 from fedloom.experiment.statistics import interval
+from fedloom.report.describe import PALETTE
+from fedloom.report.figures import DPI, STYLE
 
 WORKS, TAIL, TRIALS, SEEDS = 240, 40, 10, 5
 GRIDS: dict[str, dict[str, list[Any]]] = {
@@ -121,23 +123,58 @@ def choose(source: Path, target: Path) -> None:
     about = (
         f"All unions of the five methods, each with the best of {TRIALS} trials by held-out clients (the local rate and"
         f" every parameter of its own), {WORKS} works of 10 of 100 clients. Nobody has printed this. "
-        f"benchmarks/stacking.py draws the trials, chooses, and reads effects off the result."
+        f"scripts/stacking.py draws the trials, chooses, and reads effects off the result."
     )
     scores = {"accuracy": f"mean(test_accuracy, works={TAIL})", "end": "last(test_accuracy)"}
     target.write_text(recipe("Stacked against alone", about, scores, SEEDS, methods))
 
 
-def effects(source: Path, target: Path) -> None:
+Values = dict[str, np.ndarray]  # by union: the accuracy of each seed
+
+
+def effects(source: Path, target: Path, figure: Path) -> None:
     """Tables of what was measured, and of what each method adds."""
-    values: dict[str, dict[str, np.ndarray]] = {}
+    values: dict[str, Values] = {}
     for line in read(source):
-        if line["score"] == "accuracy":
+        if line["score"] == "accuracy" and line["values"]:
             runs = np.array([float(value) for value in line["values"].split()])
             values.setdefault(line["row"], {})[line["label"]] = runs
     lines = []
     for row, by_union in values.items():
         lines += [f"## {row}", "", *ranking(by_union), "", *added(by_union), "", *together(by_union), ""]
     target.write_text("\n".join(lines))
+    draw(values, figure)
+
+
+def draw(values: dict[str, Values], path: Path) -> None:
+    """A panel for each data set, a line for each union: its gain over FedAvg with a 95% interval, and dots for what it
+    is made of.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(3.4 * len(values), 5.2), layout="constrained")
+        for axis, (row, by_union) in zip(
+            figure.subplots(1, len(values), squeeze=False)[0], values.items(), strict=True
+        ):
+            gains = {name: runs - by_union["FedAvg"] for name, runs in by_union.items() if name != "FedAvg"}
+            ranked = sorted(gains, key=lambda name: float(gains[name].mean()))
+            for y, name in enumerate(ranked):
+                low, high = interval(gains[name])
+                axis.plot([low, high], [y, y], color=PALETTE["light"][0], linewidth=1)
+                axis.plot(gains[name].mean(), y, "o", color=PALETTE["light"][0], markersize=3)
+            axis.axvline(0, color="grey", linewidth=0.5)
+            axis.set_yticks(range(len(ranked)), [_short(name) for name in ranked], fontsize=5, family="monospace")
+            axis.set_title(row)
+            axis.set_xlabel("points over FedAvg")
+        figure.savefig(path, dpi=DPI)
+
+
+def _short(name: str) -> str:
+    """Which parts a union has, in columns: R L A D G."""
+    parts = name.split("+")
+    return " ".join(letter if part in parts else "·" for letter, part in zip("RLADG", NAMES.values(), strict=True))
 
 
 def shown(gains: np.ndarray) -> str:
@@ -146,7 +183,7 @@ def shown(gains: np.ndarray) -> str:
     return f"{gains.mean():+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
-def ranking(by_union: dict[str, np.ndarray]) -> list[str]:
+def ranking(by_union: Values) -> list[str]:
     base, seeds = by_union["FedAvg"], len(by_union["FedAvg"])
     lines = [f"| union | accuracy, mean ± sd of {seeds} seeds | over FedAvg | over the best part alone |"]
     lines += ["| --- | --- | --- | --- |"]
@@ -159,7 +196,7 @@ def ranking(by_union: dict[str, np.ndarray]) -> list[str]:
     return lines
 
 
-def added(by_union: dict[str, np.ndarray]) -> list[str]:
+def added(by_union: Values) -> list[str]:
     """What a method adds: to nothing, to all others, and on average over all companies that it can have."""
     lines = ["| method | alone | added to the other four | mean over all 16 companies | companies in which it helps |"]
     lines += ["| --- | --- | --- | --- | --- |"]
@@ -173,7 +210,7 @@ def added(by_union: dict[str, np.ndarray]) -> list[str]:
     return lines
 
 
-def together(by_union: dict[str, np.ndarray]) -> list[str]:
+def together(by_union: Values) -> list[str]:
     """What two methods have together beyond what each adds without the other, over the eight companies of both."""
     names = list(GRIDS)
     lines = ["| beyond their sum | " + " | ".join(NAMES[name] for name in names[1:]) + " |"]
@@ -207,8 +244,8 @@ def main() -> None:
             plan(Path(target))
         case ["choose", source, target]:
             choose(Path(source), Path(target))
-        case ["effects", source, target]:
-            effects(Path(source), Path(target))
+        case ["effects", source, target, figure]:
+            effects(Path(source), Path(target), Path(figure))
         case _:
             sys.exit(__doc__)
 
