@@ -16,6 +16,7 @@ from fedloom.engines import choose, graph, vector
 from fedloom.engines.choose import Wishes, bytes_of, worth_compiling
 from fedloom.engines.convolution import patched
 from fedloom.engines.plan import Batches, plan
+from fedloom.engines.pointwise import pointwise
 from fedloom.engines.rule import Rule
 from fedloom.engines.trial import trial as trial_step
 from fedloom.engines.vector import Vector
@@ -31,6 +32,9 @@ CONVOLUTIONS: dict[str, tuple[nn.Conv2d, bool]] = {
     "dilated": (nn.Conv2d(3, 4, 3, dilation=2), False),
     "grouped": (nn.Conv2d(4, 4, 3, groups=2), False),
     "wide": (nn.Conv2d(5, 4, 3), False),
+    "one pixel": (nn.Conv2d(6, 4, 1), True),
+    "one pixel, strided": (nn.Conv2d(6, 4, 1, stride=(2, 3), bias=False), True),
+    "one pixel, padded": (nn.Conv2d(6, 4, 1, padding=1), False),
 }
 
 
@@ -56,6 +60,51 @@ def test_a_narrow_convolution_is_a_product(layer: nn.Conv2d, replaced: bool, mon
     assert torch.allclose(found, wanted, atol=1e-12)
     for a, b in zip(*pairs, strict=True):
         assert torch.allclose(a, b, atol=1e-10)
+
+
+BLOCK = [nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1, stride=2, bias=False), nn.BatchNorm2d(8)]
+
+
+@pytest.mark.parametrize(("x_of_each", "weight_of_each"), [(True, True), (True, False), (False, True)])
+def test_a_pointwise_convolution_of_a_cohort(x_of_each: bool, weight_of_each: bool) -> None:
+    """What is the same for all clients has a gradient that is the sum over them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, *([3] if x_of_each else []), 5, 7, 6, generator=generator, dtype=torch.float64)
+    weight = torch.randn(*([3] if weight_of_each else []), 9, 5, 1, 1, generator=generator, dtype=torch.float64)
+    inputs = [x.requires_grad_(), weight.requires_grad_()]
+    over = (1 if x_of_each else None, 0 if weight_of_each else None)
+    found = torch.func.vmap(pointwise, in_dims=over)(*inputs)
+    wanted = torch.stack(
+        [nn.functional.conv2d(x[:, k] if x_of_each else x, weight[k] if weight_of_each else weight) for k in range(3)]
+    )
+    assert torch.allclose(found, wanted, atol=1e-12)
+    pairs = [torch.autograd.grad(out.sin().sum(), inputs) for out in (found, wanted)]
+    for a, b in zip(*pairs, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_pointwise_convolutions_leave_the_memory_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a batch norm of the whole cohort to the next, without a copy."""
+    x, weight = torch.randn(4, 3, 5, 7, 6, requires_grad=True), torch.randn(3, 9, 5, 1, 1)
+    seen: list[int] = []
+    multiply = torch.bmm
+
+    def watched(*pair: Tensor) -> Tensor:
+        seen.append(pair[1].data_ptr())
+        return multiply(*pair)
+
+    monkeypatch.setattr(torch, "bmm", watched)
+    found = torch.func.vmap(pointwise, in_dims=(1, 0), out_dims=1)(x, weight)
+    assert seen == [x.data_ptr()]
+    assert found.is_contiguous()
+
+
+def test_a_block_of_a_residual_network() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*BLOCK, nn.Flatten(), nn.Linear(8 * 16, 3)).double()
+    local = fl.Local(epochs=2, batch_size=8, lr=0.1, last_batch="bootstrap")
+    loop, vector = both(model, federation((3, 8, 8)), local=local, rounds=3)
+    assert apart(vector.params, loop.params) < 1e-9
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
