@@ -11,7 +11,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -147,11 +147,17 @@ def _send(worker: _Worker, what: Any) -> None:
 
 
 def _dismiss(workers: Sequence[_Worker]) -> None:
-    """Tell all to stop, and wait until what they have played is safe."""
+    """Tell all to stop, and wait until what they have played is safe. What they say meanwhile is taken from them, so
+    that nobody waits to be heard.
+    """
     for worker in workers:
         worker.process.terminate()
     for worker in workers:
-        worker.process.join()
+        while worker.process.is_alive():
+            with suppress(EOFError, OSError):
+                while worker.link.poll(0.1):
+                    worker.link.recv()
+            worker.process.join(0.1)
         worker.link.close()
 
 
@@ -186,7 +192,7 @@ def _work(link: Connection, processes: int, resume: bool, threads: int) -> None:
             )
         except FedloomError as found:
             error = found
-        except KeyboardInterrupt:  # told to stop: what was played is saved
+        except (KeyboardInterrupt, ConnectionError):  # told to stop, or left alone: what was played is saved
             return
         link.send(("ended", error))
 
