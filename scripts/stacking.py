@@ -84,7 +84,7 @@ def drawn(union: Sequence[str], rates: list[float], chance: random.Random) -> li
 
 def recipe(title: str, about: str, scores: dict[str, str], seeds: int, methods: dict[str, dict[str, Any]]) -> str:
     rows = {row: {"settings": ROWS[row][0], "methods": own} for row, own in methods.items()}
-    head = {"title": title, "paper": "-", "about": about, "seeds": seeds, "scores": scores}
+    head = {"title": title, "paper": "the study of docs/stacking.md", "about": about, "seeds": seeds, "scores": scores}
     first = next(iter(next(iter(methods.values()))))  # every row has its own methods, under the same labels
     body = {"settings": SHARED, "methods": {first: "fedavg"}, "rows": rows}
     return yaml.safe_dump(head | body, sort_keys=False, width=116, allow_unicode=True)

@@ -34,7 +34,7 @@ LONGER = {"drop", "to_30", "to_70", "correlation", "switched"}
 # Data, models and methods that another recipe has too.
 REPEATED = {
     *("fedglad-table7", "fedglad-fig6", "fedglad-fig7", "fedglad-table14", "fedglad-fig3", "fedglad-table3"),
-    *("radfed-fig2", "robustness", "2dlrd-fig2", "fedglad-table11"),
+    *("radfed-fig2", "robustness", "2dlrd-fig2", "fedglad-table11", "stacking"),
 }
 SMOKE = [pytest.param(name, marks=[pytest.mark.long] if name in REPEATED else []) for name in recipe_names()]
 DATA = Path(os.environ.get("FEDLOOM_DATA") or "nowhere")
