@@ -15,7 +15,7 @@ import csv
 import itertools
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,14 @@ def drawn(union: Sequence[str], rates: list[float], chance: random.Random) -> li
     return trials
 
 
+def all_trials() -> Iterator[tuple[str, tuple[str, ...], list[dict[str, Any]]]]:
+    """The trials of every union in every row, always the same ones."""
+    for row, (_, rates) in ROWS.items():
+        chance = random.Random(row)  # nosec B311  # nothing secret is drawn
+        for union in unions():
+            yield row, union, drawn(union, rates, chance)
+
+
 def recipe(title: str, about: str, scores: dict[str, str], seeds: int, methods: dict[str, dict[str, Any]]) -> str:
     rows = {row: {"settings": ROWS[row][0], "methods": own} for row, own in methods.items()}
     head = {"title": title, "paper": "the study of docs/stacking.md", "about": about, "seeds": seeds, "scores": scores}
@@ -92,11 +100,9 @@ def recipe(title: str, about: str, scores: dict[str, str], seeds: int, methods: 
 
 def plan(target: Path) -> None:
     methods: dict[str, dict[str, Any]] = {}
-    for row, (_, rates) in ROWS.items():
-        chance = random.Random(row)
-        for union in unions():
-            for i, trial in enumerate(drawn(union, rates, chance)):
-                methods.setdefault(row, {})[f"{label(union)} #{i}"] = trial
+    for row, union, trials in all_trials():
+        for i, trial in enumerate(trials):
+            methods.setdefault(row, {})[f"{label(union)} #{i}"] = trial
     scores = {"validation": f"mean(validation_accuracy, works={TAIL})"}
     about = f"{TRIALS} trials of every union of the five methods, for the recipe stacking."
     target.write_text(recipe("Stacked against alone: trials", about, scores, 1, methods))
@@ -113,13 +119,10 @@ def choose(source: Path, target: Path) -> None:
     for line in read(source):
         found[line["row"], line["label"]] = float(line["measured"] or "-inf")
     methods: dict[str, dict[str, Any]] = {}
-    for row, (_, rates) in ROWS.items():
-        chance = random.Random(row)
-        for union in unions():
-            trials = drawn(union, rates, chance)
-            values = [found.get((row, f"{label(union)} #{i}"), -float("inf")) for i in range(TRIALS)]
-            if max(values) > -float("inf"):
-                methods.setdefault(row, {})[label(union)] = trials[values.index(max(values))]
+    for row, union, trials in all_trials():
+        values = [found.get((row, f"{label(union)} #{i}"), -float("inf")) for i in range(TRIALS)]
+        if max(values) > -float("inf"):
+            methods.setdefault(row, {})[label(union)] = trials[values.index(max(values))]
     about = (
         f"All unions of the five methods, each with the best of {TRIALS} trials by held-out clients (the local rate and"
         f" every parameter of its own), {WORKS} works of 10 of 100 clients. Nobody has printed this. "
