@@ -36,7 +36,7 @@ demo: $(STAMP)  ## the five papers, alone and stacked, on digits: 20 clients wit
 	  "radfed(redistributions=5)+adabest(beta=0.9)+dgt+fedglad+2dlrd(window=10)"
 
 # Two processes for two cores; both must pass.
-HALF := tests/data tests/methods tests/engines tests/models tests/test_reference.py
+HALF := tests/data tests/methods tests/engines tests/models tests/test_reference.py tests/diagnose tests/test_rounds.py tests/test_lockstep.py
 
 test: $(STAMP) $(DATA)  ## the tests of every day (below 8 minutes on 2 cores)
 	@$(BIN)/python -m pytest -m "not long and not gpu" -p no:cacheprovider $(HALF) > .half.log 2>&1 & half=$$!; \
@@ -47,10 +47,9 @@ test-all: $(STAMP) $(DATA)  ## the long ones too
 	$(BIN)/python -m pytest -m "not gpu"
 
 lint: $(STAMP)  ## ruff, mypy and bandit
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/bandit -q -r src scripts benchmarks
+	@$(BIN)/mypy > .types.log 2>&1 & types=$$!; \
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/bandit -q -r src scripts benchmarks; other=$$?; \
+	wait $$types; first=$$?; cat .types.log; rm -f .types.log; exit $$((first || other))
 
 audit: $(STAMP)  ## known holes in what is installed; asks an advisory service, so not part of lint
 	$(BIN)/python scripts/audit.py

@@ -418,7 +418,7 @@ def test_without_ray() -> None:
     assert said.endswith("engine=ray needs Ray, the extra `ray`: pip install 'fedloom[ray]'")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nobody.invalid:6379"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", pytest.param("nobody.invalid:6379", marks=pytest.mark.long)])
 def test_an_address_where_nobody_is(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connecting, "ANSWERS", 3.0)
     with pytest.raises(fl.RunError, match=f"no Ray cluster answers at {address}"):

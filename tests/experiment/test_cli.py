@@ -94,7 +94,11 @@ def test_interrupted_run_is_resumable(tmp_path: Path) -> None:
     arguments = ["--clients", "10", "--model", "mlp", "--method", "fedadam", "--rounds", "200"]
     whole = fedloom("run", *arguments, "--out", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
-    command = [sys.executable, "-c", "from fedloom.cli import main; main()", "run", *arguments, "--out", "cut"]
+    heard = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # also where it was ignored before
+    )
+    program = f"{heard}; from fedloom.cli import main; main()"
+    command = [sys.executable, "-c", program, "run", *arguments, "--out", "cut"]
     process = subprocess.Popen(command, cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "cut/metrics.jsonl"
     deadline = time.monotonic() + 60

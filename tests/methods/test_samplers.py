@@ -301,6 +301,7 @@ def test_adafl_without_distances_stays(rows: Array) -> None:
         np.testing.assert_allclose(np.array(attention(played, 4)), 0.25, rtol=1e-12)
 
 
+@pytest.mark.long
 def test_adafl_draws_in_sequence() -> None:
     """Without replacement: P(i, then j) = a_i a_j/(1 - a_i), each pair within 4.5 standard errors."""
     a = [0.5, 0.3, 0.15, 0.05]
@@ -383,7 +384,7 @@ def assert_scores(played: Played, gamma: float, batch_size: int | None, full: bo
 
 @pytest.mark.parametrize("start", ["ones", "full"])
 @pytest.mark.parametrize("gamma", [0.9, 0.3, 1.0])
-@pytest.mark.parametrize("batch_size", [4, None, 1])
+@pytest.mark.parametrize("batch_size", [4, None, pytest.param(1, marks=pytest.mark.long)])
 def test_importance_scores(batch_size: int | None, gamma: float, start: str) -> None:
     """Scores of clients whose samples do not divide into batches: every batch counts the same, the short one too."""
     local = {"batch_size": batch_size, "lr": 0.01}
@@ -443,6 +444,7 @@ def test_importance_asks_everybody_before_the_first_draw() -> None:
     assert len({cohort[0] for cohort in ones}) > 3
 
 
+@pytest.mark.long
 def test_importance_draws_in_sequence() -> None:
     """Without replacement, proportional to p: P(i, then j) = p_i p_j/(1 - p_i); 4.5 standard errors."""
     p = [6.0, 3.0, 0.5, 0.5]

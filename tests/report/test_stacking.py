@@ -32,8 +32,8 @@ def test_trials(script: ModuleType, tmp_path: Path) -> None:
     assert len({union for _, union, _ in rates}) == 32
     assert len(rates) == 3 * 32 * 5
     assert set(rates.values()) == {2}
-    for case in recipe.cases:
-        Method(case.config.method).pipeline()
+    for text in {re.sub(r"=[\d.]+", "=1", case.config.method): case.config.method for case in recipe.cases}.values():
+        Method(text).pipeline()
     values = {(case.row, case.label): 10.0 for case in recipe.cases if case.row == "mnist"}
     values["mnist", "DGT #7"] = 11.0
     lines = [f"{row},{label},{value if label != 'DGT #0' else ''}" for (row, label), value in values.items()]
