@@ -150,9 +150,7 @@ def effects(source: Path, target: Path, figure: Path) -> None:
 
 
 def draw(values: dict[str, Values], path: Path) -> None:
-    """A panel for each data set, a line for each union: its gain over FedAvg with a 95% interval, and dots for what it
-    is made of.
-    """
+    """A panel for each data set, a line for each union: its gain over FedAvg with a 95% interval."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -30,7 +30,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder
 Figures = Annotated[bool, typer.Option("--figures", help="Write figures for a paper too: PNG and SVG.")]
 TimeBudget = Annotated[str | None, typer.Option(help="Stop in time, resumable: '90m', '1h30m'.", show_default="none")]
 Processes = Annotated[
-    int | None, typer.Option(help="Runs at a time, each in a process of its own.", show_default="in lockstep")
+    int | None, typer.Option(help="So many processes play the runs side by side.", show_default="in lockstep")
 ]
 Track = Annotated[
     str | None, typer.Option("--track", help="Also log every round to tensorboard, mlflow or wandb, or several: 'a,b'.")

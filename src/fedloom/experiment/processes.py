@@ -98,7 +98,8 @@ def _heard(group: Sequence[Job], worker: _Worker) -> FedloomError | None:
         return error
     if kind == "said":
         level, text = said
-        LOG.log(level, "%s%s", _label(group) if level >= logging.WARNING else "", text)
+        alone = len(group) == 1 and level >= logging.WARNING  # in a group each run names itself
+        LOG.log(level, "%s%s", _label(group) if alone else "", text)
     else:
         place, metrics = said
         event = Event(metrics["round"], group[place].config.rounds, torch.empty(0), metrics, None)
@@ -112,8 +113,8 @@ def _how(code: int | None) -> str:
 
 
 def _label(group: Sequence[Job]) -> str:
-    """One run names itself; in a group each has a label of its own."""
-    return f"{group[0].config.method}, seed {group[0].config.seed}: " if len(group) == 1 else ""
+    others = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return f"{group[0].config.method}, seed {group[0].config.seed}{others}: "
 
 
 def _hired(processes: int, resume: bool) -> _Worker:

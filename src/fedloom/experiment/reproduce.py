@@ -75,7 +75,7 @@ def reproduce(
     processes: int | None = None,
 ) -> Reproduction:
     """Run a recipe into a folder; what the folder holds already is taken from there. Rows that can't be run are told
-    with the reason. With `processes` so many runs are at work at a time, each in a process of its own.
+    with the reason. With `processes` so many of them play the runs side by side.
     """
     chosen = _chosen(recipe, rows)
     options = dict(settings or {})
