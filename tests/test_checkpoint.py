@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -434,6 +435,22 @@ def test_terminated_in_python(tmp_path: Path) -> None:
     assert resumed.state.round == done
     whole = Training(dense(), federation(), METHOD, **{**SETTINGS, "rounds": done + 2})
     assert torch.equal(resumed.run().params, whole.run().params)
+
+
+def test_a_signal_whose_exception_is_swallowed(tmp_path: Path) -> None:
+    """Whoever catches everything does not keep a run from ending with its round."""
+
+    def swallow(event: fl.Event) -> None:
+        if event.round == 3:
+            with suppress(BaseException):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.1)  # time for the signal to arrive
+
+    run = played(tmp_path, rounds=20)
+    with pytest.raises(Terminated):
+        run.run([swallow])
+    assert run.state.round == 3
+    assert played(tmp_path, rounds=20, resume=True).state.round == 3
 
 
 def test_own_arrangements_for_a_signal_stay() -> None:

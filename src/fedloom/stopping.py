@@ -80,6 +80,14 @@ def undisturbed() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
+def heed() -> None:
+    """Raise once more where a signal has come and its exception has not arrived: what is on its way between two places
+    that call this may catch whatever it likes (PyTorch clears exceptions in some of its calls back into Python).
+    """
+    if _leaving and _hears_signals():
+        raise Terminated
+
+
 def seconds_of(duration: str) -> float:
     """A number of seconds, or with units.
 

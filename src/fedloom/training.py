@@ -28,7 +28,7 @@ from fedloom.round import Outcome, RunState
 from fedloom.simulation import Playing, Simulation, drive
 from fedloom.space import Buffers
 from fedloom.stages import Updates, Work
-from fedloom.stopping import terminable, undisturbed
+from fedloom.stopping import heed, terminable, undisturbed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -258,6 +258,7 @@ class Training:
         self.check_diverged()
         stopped = "patience" if self.best.tired else "rounds"
         while self.state.round < self.rounds and stopped == "rounds":
+            heed()
             number = self.state.round + 1
             last = number == self.rounds
             outcome = yield from self._round(evaluate=last or number % self.eval_every == 0)

@@ -1,5 +1,6 @@
 """Faster forms of the local step are the same step: products for convolutions, compiled code, smaller pieces."""
 
+import copy
 import logging
 import shutil
 from dataclasses import replace
@@ -14,7 +15,7 @@ import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import choose, graph, vector
 from fedloom.engines.choose import Wishes, bytes_of, worth_compiling
-from fedloom.engines.convolution import patched
+from fedloom.engines.kernels import faster
 from fedloom.engines.plan import Batches, plan
 from fedloom.engines.pointwise import pointwise
 from fedloom.engines.rule import Rule
@@ -52,7 +53,7 @@ def test_a_narrow_convolution_is_a_product(layer: nn.Conv2d, replaced: bool, mon
 
     monkeypatch.setattr(torch, "bmm", counted)
     wanted = layer(x)
-    with patched(layer):
+    with faster(layer):
         found = layer(x)
     assert bool(products) == replaced
     inputs = [x, *layer.parameters()]
@@ -105,6 +106,75 @@ def test_a_block_of_a_residual_network() -> None:
     local = fl.Local(epochs=2, batch_size=8, lr=0.1, last_batch="bootstrap")
     loop, vector = both(model, federation((3, 8, 8)), local=local, rounds=3)
     assert apart(vector.params, loop.params) < 1e-9
+
+
+NORMS: dict[str, tuple[nn.Module, tuple[int, ...], set[str]]] = {
+    "images": (nn.BatchNorm2d(5, eps=1e-3, momentum=0.3), (4, 5, 3, 2), set()),
+    "vectors": (nn.BatchNorm1d(5), (4, 5), set()),
+    "sequences": (nn.BatchNorm1d(5), (4, 5, 3), set()),
+    "a frozen scale": (nn.BatchNorm2d(5), (4, 5, 3, 2), {"weight"}),
+}
+
+
+@pytest.mark.parametrize(("layer", "shape", "shared"), NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_batch_norms_of_a_cohort_are_one(
+    layer: nn.Module, shape: tuple[int, ...], shared: set[str], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, gradients and running statistics are those of each client alone, from one kernel for all."""
+    generator = torch.Generator().manual_seed(0)
+    layer = layer.double()
+    x = torch.randn(3, *shape, generator=generator, dtype=torch.float64).movedim(0, at).requires_grad_()
+    state = {name: values.detach() for name, values in layer.state_dict().items() if name != "num_batches_tracked"}
+    clients = {
+        name: values.clone() if name in shared else 1 + torch.rand(3, 5, generator=generator, dtype=torch.float64)
+        for name, values in state.items()
+    }
+    for name in ("weight", "bias"):
+        clients[name].requires_grad_()
+    calls: list[torch.Size] = []
+    norm = torch.batch_norm
+
+    def counted(x: Tensor, *rest: Any) -> Tensor:
+        calls.append(x.shape)
+        return norm(x, *rest)
+
+    def one(x: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        own = {name: values.clone() if "running" in name else values for name, values in own.items()}
+        return torch.func.functional_call(layer, own, (x,)), own
+
+    monkeypatch.setattr(torch, "batch_norm", counted)
+    with faster(layer):
+        over = {name: None if name in shared else 0 for name in clients}
+        found, after = torch.func.vmap(one, in_dims=(at, over))(x, clients)
+    monkeypatch.undo()
+    assert calls == [(4, 15, *shape[2:])]
+    alone = [
+        one(x.select(at, k), {name: v if name in shared else v[k] for name, v in clients.items()}) for k in range(3)
+    ]
+    wanted = torch.stack([out for out, _ in alone])
+    assert torch.allclose(found, wanted, atol=1e-12)
+    for name in ("running_mean", "running_var"):
+        assert torch.allclose(after[name], torch.stack([own[name] for _, own in alone]), atol=1e-12)
+    inputs = [x, clients["weight"], clients["bias"]]
+    for a, b in zip(*(torch.autograd.grad(out.sin().sum(), inputs) for out in (found, wanted)), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, track_running_stats=False), nn.BatchNorm2d(4).eval()]
+)
+def test_other_batch_norms_are_left_to_vmap(layer: nn.Module) -> None:
+    x = torch.randn(3, 2, 4, 5, 5)
+    state = {name: values.expand(3, *values.shape).clone() for name, values in layer.state_dict().items()}
+
+    def one(x: Tensor, own: dict[str, Tensor]) -> Any:
+        return torch.func.functional_call(layer, own, (x,))
+
+    with faster(layer):
+        found = torch.func.vmap(one)(x, state)
+    wanted = torch.stack([copy.deepcopy(layer)(own) for own in x])
+    assert torch.allclose(found, wanted, atol=1e-5)
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -355,7 +425,7 @@ def test_narrow_convolutions_under_autocast(name: str) -> None:
 def test_a_convolution_by_keyword() -> None:
     layer = nn.Conv2d(3, 4, 3).double()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    with patched(layer):
+    with faster(layer):
         found = nn.functional.conv2d(input=x, weight=layer.weight, bias=layer.bias)
     assert torch.allclose(found, layer(x), atol=1e-12)
 

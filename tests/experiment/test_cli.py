@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, one sentence on stderr, real processes where it is about those."""
 
+import csv
 import json
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -451,6 +453,36 @@ def test_fewer_rounds_than_were_played_are_refused(tmp_path: Path) -> None:
     done = fedloom("run", "--resume", "--out", "r", "--rounds", "1", cwd=tmp_path)
     assert done.returncode == 2
     assert "rounds=1 is too few" in done.stderr
+
+
+@pytest.mark.parametrize("apart", [[], pytest.param(["--processes", "3"], marks=pytest.mark.long)])
+def test_a_recipe_that_is_stopped_tells_what_is_finished(tmp_path: Path, apart: list[str]) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "title: t\nscores: {a: last(test_accuracy)}\nseeds: 2\nmethods: {A: fedavg}\n"
+        "settings: {data: digits, clients: 12, model: logistic, rounds: 2}\n"
+        "rows: {short: {printed: {A: 50}}, long: {settings: {rounds: 1000000}}}\n"
+    )
+    program = "from fedloom.cli import main; main()"
+    command = [sys.executable, "-c", program, "reproduce", "r.yaml", "--out", "o", *apart]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, **streams)
+    deadline = time.monotonic() + 60
+
+    def begun() -> bool:
+        runs = (tmp_path / "o/runs").glob("*/*/metrics.jsonl")
+        return sum(run.read_text().count("\n") >= 3 for run in runs) == 2
+
+    while time.monotonic() < deadline and not (begun() and len([*tmp_path.glob("o/runs/*/*/model.safetensors")]) == 2):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    told, message = process.communicate(timeout=60)
+    assert process.returncode == 130, message
+    assert "the same command goes on" in message
+    assert "not run: long: not finished" in told
+    with (tmp_path / "o/r/result.csv").open() as file:
+        short, long = csv.DictReader(file)
+    assert (short["row"], short["runs"], len(short["values"].split())) == ("short", "2", 2)
+    assert (long["row"], long["runs"], long["measured"]) == ("long", "0", "")
 
 
 def test_a_terminal_without_signs(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 import dataclasses
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +29,9 @@ from fedloom.errors import ConfigError, RunError
 from fedloom.experiment.config import read_comparison, read_config
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, is_finished
 from fedloom.stopping import within
+
+if TYPE_CHECKING:
+    from fedloom.experiment.findings import Reproduction
 
 
 @app.command()
@@ -155,25 +159,37 @@ def reproduce(
     from fedloom.experiment.reproduce import reproduce as run_recipe
     from fedloom.report import reproduction
 
-    with within(time_budget):
-        found = run_recipe(
-            find_recipe(name),
-            folder,
-            console=err,
-            scale=scale,
-            rows=rows or (),
-            seeds=seeds,
-            folds=folds,
-            rounds=rounds,
-            settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
-            processes=processes,
-        )
-    out.print(reproduction.table(found))
-    for remark in reproduction.remarks(found):
-        out.print(remark, soft_wrap=True, highlight=False, markup=False)
-    written = reproduction.write(found, shlex.join(["fedloom", *sys.argv[1:]]), figures)
-    names = [path.name for path in written if path.parent == found.folder]
-    out.print(f"in {found.folder}: {', '.join(names)}{' and figures' * figures}", soft_wrap=True, highlight=False)
+    reproduced = partial(
+        run_recipe,
+        find_recipe(name),
+        folder,
+        console=err,
+        scale=scale,
+        rows=rows or (),
+        seeds=seeds,
+        folds=folds,
+        rounds=rounds,
+        settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
+        processes=processes,
+    )
+
+    def tell(found: "Reproduction") -> None:
+        out.print(reproduction.table(found))
+        for remark in reproduction.remarks(found):
+            out.print(remark, soft_wrap=True, highlight=False, markup=False)
+        written = reproduction.write(found, shlex.join(["fedloom", *sys.argv[1:]]), figures)
+        names = [path.name for path in written if path.parent == found.folder]
+        out.print(f"in {found.folder}: {', '.join(names)}{' and figures' * figures}", soft_wrap=True, highlight=False)
+
+    try:
+        with within(time_budget):
+            found = reproduced()
+    except KeyboardInterrupt:
+        so_far = reproduced(play=False)
+        if any(cell.runs for cell in so_far.cells):
+            tell(so_far)
+        raise
+    tell(found)
     if not any(cell.runs for cell in found.cells if cell.asked):
         raise RunError(f"no row of {name} could be run; the reasons stand above")
 

@@ -6,30 +6,18 @@ takes a quarter of that. Its input is the data, whose gradient nobody asks for, 
 convolution 1x1 is a product as it stands (`pointwise.py`): cuDNN takes 3 to 24 times as long for ResNet-56's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from fedloom.engines.pointwise import pointwise
 
 FEW = 4  # channels
 
 
-class Products(TorchFunctionMode):
-    """While it is entered, `F.conv2d` is a product where that is faster."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return (_convolved if func is F.conv2d else func)(*args, **(kwargs or {}))
-
-
-def _convolved(
+def convolved(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -38,6 +26,7 @@ def _convolved(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
+    """`F.conv2d`, as a product where that is faster."""
     plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str) and input.dim() == 4
     # Under autocast and vmap a product becomes bfloat16 where a convolution does not.
     if not plain or not _is_product(weight, padding) or torch.is_autocast_enabled(input.device.type):
@@ -68,13 +57,3 @@ def _patches(x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[
 
 def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
-
-
-@contextmanager
-def patched(model: nn.Module) -> Iterator[None]:
-    """Products in place of convolutions, where the model has one that may be faster so."""
-    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        yield
-        return
-    with Products():
-        yield

@@ -48,7 +48,7 @@ def compiled(step: Step, cohort: Cohort) -> Callable[[], Any]:
     """A step on this cohort's memory as one compiled program; compiled code is kept on disk.
 
     The step is traced into plain tensor operations first, gradients included: whatever Python a model runs, and the
-    modes that `dropout.py` and `convolution.py` enter, are gone before the compiler sees it.
+    modes that `dropout.py` and `kernels.py` enter, are gone before the compiler sees it.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 

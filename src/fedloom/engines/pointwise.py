@@ -41,11 +41,15 @@ class Pointwise(torch.autograd.Function):
         return found.reshape(len(found), info.batch_size, -1, *found.shape[2:]), 1
 
 
-def joined(rows: int, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What `vmap` holds of x [B, K, ...] and weight [K, ...], its rows and the K clients as one axis."""
-    x = x.unsqueeze(1).expand(-1, rows, *x.shape[1:]) if in_dims[0] is None else x.movedim(in_dims[0], 1)
-    weight = weight.expand(rows, *weight.shape) if in_dims[1] is None else weight.movedim(in_dims[1], 0)
-    return x.flatten(1, 2), weight.flatten(0, 1)
+def joined(rows: int, in_dims: tuple[int | None, ...], x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
+    """What `vmap` holds of x [B, K, ...] and of tensors [K, ...], its rows and the axis K as one."""
+    first, *others = in_dims
+    x = x.unsqueeze(1).expand(-1, rows, *x.shape[1:]) if first is None else x.movedim(first, 1)
+    held = [
+        values.expand(rows, *values.shape) if at is None else values.movedim(at, 0)
+        for values, at in zip(own, others, strict=True)
+    ]
+    return x.flatten(1, 2), *(values.flatten(0, 1) for values in held)
 
 
 def pointwise(x: Tensor, weight: Tensor) -> Tensor:

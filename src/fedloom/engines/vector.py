@@ -25,9 +25,9 @@ from torch.func import vmap
 from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.cohort import Asked, Cohort, upload, upload_all
-from fedloom.engines.convolution import patched
 from fedloom.engines.dropout import keyed
 from fedloom.engines.graph import TURNSTILE, compiled, recorded, try_out
+from fedloom.engines.kernels import faster
 from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan
 from fedloom.errors import out_of_memory
 from fedloom.federation import Federation
@@ -270,7 +270,7 @@ class Vector:
             after = dict(held)
             draws = None if key is None or clean else Draws(key, step)
             prepared = self.federation.preparation.train(x, flat.dtype, draws)
-            with keyed(self.task.model, key, step), patched(self.task.model):
+            with keyed(self.task.model, key, step), faster(self.task.model):
                 return self.task.losses(flat, after, prepared, y), after
 
         over = (0, 0, 0, 0, None if keys is None else 0)

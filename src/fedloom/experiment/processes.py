@@ -24,7 +24,7 @@ from fedloom.errors import ConfigError, FedloomError, RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.run import Job, start_runs
 from fedloom.simulation import find_device
-from fedloom.stopping import terminable, undisturbed
+from fedloom.stopping import heed, terminable, undisturbed
 from fedloom.training import Callback, Event
 
 LOG = logging.getLogger("fedloom")
@@ -58,6 +58,7 @@ def side_by_side(groups: Sequence[Sequence[Job]], processes: int, *, resume: boo
     with terminable():
         try:
             while waiting or at_work:
+                heed()
                 while waiting and len(at_work) < processes:
                     worker = idle.pop() if idle else _hired(processes, resume)
                     at_work[waiting[0]] = worker

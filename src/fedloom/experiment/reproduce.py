@@ -73,9 +73,11 @@ def reproduce(
     rounds: int | None = None,
     settings: Mapping[str, Any] | None = None,
     processes: int | None = None,
+    play: bool = True,
 ) -> Reproduction:
     """Run a recipe into a folder; what the folder holds already is taken from there. Rows that can't be run are told
-    with the reason. With `processes` so many of them play the runs side by side.
+    with the reason. With `processes` so many of them play the runs side by side. Without `play` nothing is run: it is
+    told what the folder holds.
     """
     chosen = _chosen(recipe, rows)
     options = dict(settings or {})
@@ -109,9 +111,15 @@ def reproduce(
         else:
             seen.add(kind)
             asked.append(_planned_row(recipe, row, cells, repeats, out))
-    for some in [asked] if processes else [[row] for row in asked]:
-        for done in _run_rows(recipe, some, scale, console, processes):
-            by_row[done.name] = done.cells
+    if play:
+        done = [
+            row
+            for some in ([asked] if processes else [[row] for row in asked])
+            for row in _run_rows(recipe, some, scale, console, processes)
+        ]
+    else:
+        done = [row.done({}) for row in asked]
+    by_row |= {row.name: row.cells for row in done}
     for row, why_not in left_out.items():
         by_row[row] = _left_out(recipe, by_row[row], repeats, out, why_not)
     folder = out / (recipe.name if scale == "paper" else f"{recipe.name}-{scale}")
@@ -166,7 +174,7 @@ class _Row(NamedTuple):
         found = []
         for cell, own in zip(self.cells, self.planned, strict=True):
             runs = tuple(load_run(job.folder) for job in own if is_finished(job.folder))
-            missing = [problems[job.folder] for job in own if not is_finished(job.folder)]
+            missing = [problems.get(job.folder, "not finished") for job in own if not is_finished(job.folder)]
             found.append(replace(cell, runs=runs, why_not=cell.why_not or (missing[0] if missing else "")))
         return self._replace(cells=found)
 

@@ -17,7 +17,7 @@ from fedloom.engines.ray.wire import pack, unpack, whole_classes
 from fedloom.errors import RunError
 from fedloom.federation import Federation, Holdout
 from fedloom.round import RunState
-from fedloom.stopping import terminable, undisturbed
+from fedloom.stopping import heed, terminable, undisturbed
 from fedloom.training import STOP, Callback, Event, Result, Training
 
 LOG = logging.getLogger("fedloom")
@@ -151,6 +151,7 @@ class _Apart:
         with terminable():
             try:
                 while self.waiting or self.running:
+                    heed()
                     self._place()
                     self._hear()
                     self._tell()
