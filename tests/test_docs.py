@@ -40,3 +40,10 @@ def test_reference_pages_are_up_to_date() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_all_tests_can_be_collected_together() -> None:
+    """Modules in folders that are no packages are imported by their names alone."""
+    modules = [path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    names = [path.name for path in modules]
+    assert sorted(names) == sorted(set(names))
