@@ -82,7 +82,7 @@ def undisturbed() -> Iterator[None]:
 
 def heed() -> None:
     """Raise once more where a signal has come and its exception has not arrived: what is on its way between two places
-    that call this may catch whatever it likes (PyTorch clears exceptions in some of its calls back into Python).
+    that call this may catch whatever it likes (PyTorch, say, clears those of guards that it calls).
     """
     if _leaving and _hears_signals():
         raise Terminated
