@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import choose, graph, vector
+from fedloom.engines.bands import banded
 from fedloom.engines.choose import Wishes, bytes_of, worth_compiling
+from fedloom.engines.convolution import form
 from fedloom.engines.kernels import faster
 from fedloom.engines.plan import Batches, plan
 from fedloom.engines.pointwise import pointwise
@@ -61,6 +63,56 @@ def test_a_narrow_convolution_is_a_product(layer: nn.Conv2d, replaced: bool, mon
     assert torch.allclose(found, wanted, atol=1e-12)
     for a, b in zip(*pairs, strict=True):
         assert torch.allclose(a, b, atol=1e-10)
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (2, 1)])
+@pytest.mark.parametrize("shape", [(5, 2, 3, 3, 3), (3, 4, 5, 2, 5), (1, 1, 1, 3, 1), (2, 3, 8, 9, 6)])
+def test_a_product_by_bands_is_a_convolution(shape: tuple[int, ...], padding: tuple[int, int]) -> None:
+    """By its definition; and its gradients, of a cohort, are those of PyTorch's. The last kernel fills the image."""
+    outputs, channels, tall, wide, width = shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, channels, 8, width + 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, outputs, channels, tall, wide, generator=generator, dtype=torch.float64, requires_grad=True)
+    found = torch.func.vmap(lambda x, weight: banded(x, weight, padding))(x, weight)
+
+    (down, right), kernel = padding, weight.detach().numpy()
+    image = np.pad(x.detach().numpy(), [(0, 0)] * 3 + [(down, down), (right, right)])
+    h, w = image.shape[3] - tall + 1, image.shape[4] - wide + 1
+    by_definition = np.zeros((3, 4, outputs, h, w))
+    for i, j in np.ndindex(h, w):
+        patch = image[..., i : i + tall, j : j + wide]
+        by_definition[..., i, j] = np.einsum("kbcyx,kocyx->kbo", patch, kernel)
+    np.testing.assert_allclose(found.detach().numpy(), by_definition, atol=1e-12)
+
+    wanted = torch.stack([nn.functional.conv2d(x[k], weight[k], padding=padding) for k in range(3)])
+    pairs = [torch.autograd.grad(out.sin().sum(), [x, weight]) for out in (found, wanted)]
+    for a, b in zip(*pairs, strict=True):
+        assert torch.allclose(a, b, atol=1e-11)
+
+
+FORMS = {
+    "LeNet-5's first": (nn.Conv2d(3, 6, 5), 32, "_bands", "_patches"),
+    "LeNet-5's second": (nn.Conv2d(6, 16, 5), 14, "_bands", None),
+    "many channels behind": (nn.Conv2d(3, 64, 5), 32, "_patches", "_patches"),
+    "many channels before": (nn.Conv2d(64, 3, 5), 32, None, None),
+    "a large image": (nn.Conv2d(3, 6, 5), 64, "_patches", "_patches"),
+    "strided": (nn.Conv2d(3, 6, 5, stride=2), 32, "_patches", "_patches"),
+    "one pixel": (nn.Conv2d(6, 16, 1), 8, "_points", "_points"),
+    "one pixel, few channels": (nn.Conv2d(3, 6, 1), 32, "_patches", "_patches"),
+}
+
+
+@pytest.mark.parametrize(("layer", "side", "on_gpu", "on_cpu"), FORMS.values(), ids=FORMS)
+def test_the_form_of_a_convolution(layer: nn.Conv2d, side: int, on_gpu: str | None, on_cpu: str | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, layer.in_channels, side, side, dtype=torch.float64)
+    weight = layer.weight.detach().double()
+    sizes = (layer.stride[0], layer.stride[1]), (0, 0)
+    for gpu, wanted in ((True, on_gpu), (False, on_cpu)):
+        product = form(x.shape, weight.shape, *sizes, on_gpu=gpu)
+        assert (product and product.__name__) == wanted
+        if product is not None:
+            assert torch.allclose(product(x, weight, *sizes), nn.functional.conv2d(x, weight, None, layer.stride))
 
 
 BLOCK = [nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1, stride=2, bias=False), nn.BatchNorm2d(8)]

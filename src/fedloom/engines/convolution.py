@@ -1,20 +1,31 @@
 """Convolutions over few channels, and those of one pixel, as matrix products.
 
-A cohort's convolution is a grouped one, and cuDNN's grouped kernels are at their worst on the three channels of an
-image: on an H200 the first layer of cnn-mcmahan takes longer than all others together. As a product of patches it
-takes a quarter of that. Its input is the data, whose gradient nobody asks for, so no patch is ever put back. A
-convolution 1x1 is a product as it stands (`pointwise.py`): cuDNN takes 3 to 24 times as long for ResNet-56's.
+A cohort's convolution is a grouped one, and cuDNN's grouped kernels are at their worst where channels are few: on an
+H200 the first layer of cnn-mcmahan takes longer than all others together, and LeNet-5's second longer than the rest.
+There are three products for three kinds of them:
+
+- of patches, for the one to four channels of an image: its input is the data, whose gradient nobody asks for, so no
+  patch is ever put back;
+- of rows by bands (`bands.py`), where channels are few on both sides, on a GPU;
+- of the images as they lie (`pointwise.py`), for a convolution 1x1: cuDNN takes 3 to 24 times as long for ResNet-56's.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedloom.engines.bands import banded
 from fedloom.engines.pointwise import pointwise
 
+Pair = tuple[int, int]
+Product = Callable[[Tensor, Tensor, Pair, Pair], Tensor]
+
 FEW = 4  # channels
+THIN = 128  # channels before a convolution times channels behind it
+WIDE = 12  # widths of the kernel in that of the image, which is how much arithmetic bands add
 
 
 def convolved(
@@ -29,21 +40,35 @@ def convolved(
     """`F.conv2d`, as a product where that is faster."""
     plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str) and input.dim() == 4
     # Under autocast and vmap a product becomes bfloat16 where a convolution does not.
-    if not plain or not _is_product(weight, padding) or torch.is_autocast_enabled(input.device.type):
-        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    down, right = _pair(stride)
-    if weight.shape[1] <= FEW:
-        found = _patches(input, weight, (down, right), _pair(padding))
-    else:
-        found = pointwise(input[:, :, ::down, ::right], weight)
-    return found if bias is None else found + bias[:, None, None].to(found.dtype)
+    if plain and not torch.is_autocast_enabled(input.device.type):
+        pairs = _pair(stride), _pair(padding)
+        product = form(input.shape, weight.shape, *pairs, on_gpu=input.is_cuda)
+        if product is not None:
+            found = product(input, weight, *pairs)
+            return found if bias is None else found + bias[:, None, None].to(found.dtype)
+    return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
-def _is_product(weight: Tensor, padding: Any) -> bool:
-    return weight.shape[1] <= FEW or (tuple(weight.shape[2:]) == (1, 1) and _pair(padding) == (0, 0))
+def form(image: Sequence[int], weight: Sequence[int], stride: Pair, padding: Pair, on_gpu: bool) -> Product | None:
+    """The product that is faster than a convolution of these sizes, if there is one."""
+    outputs, inputs, _, wide = weight
+    if tuple(weight[2:]) == (1, 1) and padding == (0, 0) and inputs > FEW:
+        return _points
+    thin = inputs * outputs <= THIN and image[3] + 2 * padding[1] <= WIDE * wide
+    if on_gpu and thin and stride == (1, 1):
+        return _bands
+    return _patches if inputs <= FEW else None
 
 
-def _patches(x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+def _points(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
+    return pointwise(x[:, :, :: stride[0], :: stride[1]], weight)
+
+
+def _bands(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
+    return banded(x, weight, padding)
+
+
+def _patches(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
     """The convolution of x [B, C, H, W] by weight [O, C, tall, wide], as a product of each sample's patches."""
     (down, right), (rows, columns), (tall, wide) = stride, padding, weight.shape[2:]
     if rows or columns:
@@ -55,5 +80,5 @@ def _patches(x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[
     return torch.bmm(weight.flatten(1).expand(samples, -1, -1), table).reshape(samples, len(weight), h, w)
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _pair(value: Any) -> Pair:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
