@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import choose, graph, vector
 from fedloom.engines.bands import banded
 from fedloom.engines.choose import Wishes, bytes_of, worth_compiling
-from fedloom.engines.convolution import form
+from fedloom.engines.convolution import form, is_traced
 from fedloom.engines.kernels import faster
 from fedloom.engines.plan import Batches, plan
 from fedloom.engines.pointwise import pointwise
@@ -108,11 +109,23 @@ def test_the_form_of_a_convolution(layer: nn.Conv2d, side: int, on_gpu: str | No
     x = torch.randn(2, layer.in_channels, side, side, dtype=torch.float64)
     weight = layer.weight.detach().double()
     sizes = (layer.stride[0], layer.stride[1]), (0, 0)
-    for gpu, wanted in ((True, on_gpu), (False, on_cpu)):
-        product = form(x.shape, weight.shape, *sizes, on_gpu=gpu)
+    for bands, wanted in ((True, on_gpu), (False, on_cpu)):
+        product = form(x.shape, weight.shape, *sizes, bands=bands)
         assert (product and product.__name__) == wanted
         if product is not None:
             assert torch.allclose(product(x, weight, *sizes), nn.functional.conv2d(x, weight, None, layer.stride))
+
+
+def test_a_step_that_is_traced_knows_it() -> None:
+    seen: list[bool] = []
+
+    def step(x: Tensor) -> Tensor:
+        seen.append(is_traced())
+        return x + 1
+
+    make_fx(step)(torch.zeros(2))
+    assert seen == [True]
+    assert not is_traced()
 
 
 BLOCK = [nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1, stride=2, bias=False), nn.BatchNorm2d(8)]

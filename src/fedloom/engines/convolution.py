@@ -6,7 +6,8 @@ There are three products for three kinds of them:
 
 - of patches, for the one to four channels of an image: its input is the data, whose gradient nobody asks for, so no
   patch is ever put back;
-- of rows by bands (`bands.py`), where channels are few on both sides, on a GPU;
+- of rows by bands (`bands.py`), where channels are few on both sides, on a GPU, in steps that are not compiled:
+  torch 2.11 compiles a wrong step of them (tests/gpu/test_speed.py showed it);
 - of the images as they lie (`pointwise.py`), for a convolution 1x1: cuDNN takes 3 to 24 times as long for ResNet-56's.
 """
 
@@ -24,7 +25,7 @@ Pair = tuple[int, int]
 Product = Callable[[Tensor, Tensor, Pair, Pair], Tensor]
 
 FEW = 4  # channels
-THIN = 128  # channels before a convolution times channels behind it
+THIN = 16  # channels before and behind a convolution
 WIDE = 12  # widths of the kernel in that of the image, which is how much arithmetic bands add
 
 
@@ -42,22 +43,29 @@ def convolved(
     # Under autocast and vmap a product becomes bfloat16 where a convolution does not.
     if plain and not torch.is_autocast_enabled(input.device.type):
         pairs = _pair(stride), _pair(padding)
-        product = form(input.shape, weight.shape, *pairs, on_gpu=input.is_cuda)
+        product = form(input.shape, weight.shape, *pairs, bands=input.is_cuda and not is_traced())
         if product is not None:
             found = product(input, weight, *pairs)
             return found if bias is None else found + bias[:, None, None].to(found.dtype)
     return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
-def form(image: Sequence[int], weight: Sequence[int], stride: Pair, padding: Pair, on_gpu: bool) -> Product | None:
+def form(image: Sequence[int], weight: Sequence[int], stride: Pair, padding: Pair, bands: bool) -> Product | None:
     """The product that is faster than a convolution of these sizes, if there is one."""
     outputs, inputs, _, wide = weight
     if tuple(weight[2:]) == (1, 1) and padding == (0, 0) and inputs > FEW:
         return _points
-    thin = inputs * outputs <= THIN and image[3] + 2 * padding[1] <= WIDE * wide
-    if on_gpu and thin and stride == (1, 1):
+    thin = max(inputs, outputs) <= THIN and image[3] + 2 * padding[1] <= WIDE * wide
+    if bands and thin and stride == (1, 1):
         return _bands
     return _patches if inputs <= FEW else None
+
+
+def is_traced() -> bool:
+    """Is the step being written down for the compiler?"""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
 
 
 def _points(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
