@@ -54,7 +54,7 @@ def test_loop_graph_and_compiled_agree(method: str, norm: bool, caplog: pytest.L
         fl.fit(network(norm), pictures(), method, engine=engine, compile=way, precision="fp32", **settings)
         for engine, way in (("loop", None), ("vector", False), ("vector", True))
     )
-    assert "torch.compile failed" not in caplog.text
+    assert "torch.compile" not in caplog.text
     assert apart(graph.params, loop.params) < 1e-9
     assert apart(compiled.params, loop.params) < 1e-9
 

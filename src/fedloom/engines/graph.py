@@ -1,12 +1,14 @@
 """A local step made fast: compiled where the run is long enough for that, and on a GPU recorded and played again."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import Condition
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedloom.data.files import cache_folder
 from fedloom.engines.cohort import Cohort
@@ -66,10 +68,52 @@ def compiled(step: Step, cohort: Cohort) -> Callable[[], Any]:
 
 def try_out(run: Callable[[], Any], cohort: Cohort) -> None:
     """Run a step, and undo it."""
+    with undone(cohort):
+        run()
+
+
+@contextmanager
+def undone(cohort: Cohort) -> Iterator[list[Tensor]]:
+    """Whatever is done to a cohort meanwhile is undone; gives what the tensors that a step changes were before."""
     before = [tensor.clone() for tensor in cohort.changed()]
-    run()
+    yield before
     for tensor, values in zip(cohort.changed(), before, strict=True):
         tensor.copy_(values)
+
+
+def difference(fast: Callable[[], Any], plain: Callable[[], Any], cohort: Cohort, sizes: Sequence[int]) -> float:
+    """How far a step in a fast form is from the same step as it is written; 1 is as far as the step itself goes.
+
+    The largest over the model's tensors, whose `sizes` add up to a row, and over all else that a step changes. A tensor
+    whose gradient should be zero has one of rounding alone, so a hundredth of the whole step is added to each.
+    """
+    with undone(cohort):
+        plain()
+        right = [tensor.clone() for tensor in cohort.changed()]
+    with undone(cohort) as before:
+        fast()
+        found = [one for one in zip(cohort.changed(), before, right, strict=True) if _is_compared(one[0], cohort)]
+        return max(_apart(*one, sizes) for one in found)
+
+
+def _is_compared(tensor: Tensor, cohort: Cohort) -> bool:
+    """All but counters, which a compiler leaves out where nobody reads them, and but for Adam's steps: it makes whole
+    ones of gradients that are rounding. Its moments tell more.
+    """
+    adam = cohort.optimizer.second is not None
+    return tensor.dim() > 0 and tensor.is_floating_point() and not (adam and tensor is cohort.x)
+
+
+def _apart(found: Tensor, before: Tensor, right: Tensor, sizes: Sequence[int]) -> float:
+    parts = list(sizes) if right.dim() == 2 and right.shape[1] == sum(sizes) else [right.numel()]
+    step, error = ((a - b).reshape(-1, sum(parts)) for a, b in ((right, before), (found, right)))
+    if not bool(step.isfinite().all()):  # there is nothing to compare with
+        return 0.0
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
+    slack = norm(step) / 100 + 8 * torch.finfo(right.dtype).eps * norm(before) + 1e-300
+    pairs = zip(torch.split(step, parts, dim=1), torch.split(error, parts, dim=1), strict=True)
+    ratios = torch.stack([norm(own) / (norm(part) + slack) for part, own in pairs])
+    return float(ratios.nan_to_num(nan=torch.inf).max())
 
 
 def recorded(run: Callable[[], Any], cohort: Cohort, pool: list[Any]) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.cohort import Asked, Cohort, upload, upload_all
 from fedloom.engines.dropout import keyed
-from fedloom.engines.graph import TURNSTILE, compiled, recorded, try_out
+from fedloom.engines.graph import TURNSTILE, compiled, difference, recorded, try_out
 from fedloom.engines.kernels import faster
 from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan
 from fedloom.errors import out_of_memory
@@ -204,18 +204,38 @@ class Vector:
 
     def _prepared(self, cohort: Cohort, rows: int, width: int, whole: bool) -> Callable[[], Any]:
         step = partial(self.step, n=rows, width=width, all_go_on=False)
-        run: Callable[[], Any] = partial(step, cohort)
-        if whole:
-            try:
-                with TURNSTILE.alone():
-                    fast = compiled(step, cohort)
-                    try_out(fast, cohort)
-                run = fast
-            except Exception as error:  # a compiler may fail anywhere
-                if out_of_memory(error):
-                    raise
-                LOG.warning("torch.compile failed, so steps run without it: %s", " ".join(str(error).split())[:200])
+        plain = partial(step, cohort)
+        fast = self._compiled(step, cohort) if whole else None
+        if fast is not None:
+            played = self._recorded(fast, cohort)
+            with TURNSTILE.beside():
+                beside = difference(played, plain, cohort, self.setup.space.sizes)
+            if beside <= self._rounding:
+                return played
+            LOG.warning("torch.compile made another step of it (%.2g steps away), so steps run without it", beside)
+        return self._recorded(plain, cohort)
+
+    def _compiled(self, step: Callable[[Cohort], None], cohort: Cohort) -> Callable[[], Any] | None:
+        try:
+            with TURNSTILE.alone():
+                fast = compiled(step, cohort)
+                try_out(fast, cohort)
+            return fast
+        except Exception as error:  # a compiler may fail anywhere
+            if out_of_memory(error):
+                raise
+            LOG.warning("torch.compile failed, so steps run without it: %s", " ".join(str(error).split())[:200])
+            return None
+
+    def _recorded(self, run: Callable[[], Any], cohort: Cohort) -> Callable[[], Any]:
         return recorded(run, cohort, self.pool) if self.graphs else run
+
+    @property
+    def _rounding(self) -> float:
+        """How far from each other two forms of one step may be."""
+        if self.setup.space.dtype == torch.float64:
+            return 1e-6
+        return 0.5 if self.task.precision == "bf16" else 0.1
 
     def step(self, cohort: Cohort, n: int, width: int, all_go_on: bool = True) -> None:
         """The next step of the first n rows, with batches of one width. Some of them may have finished, unless
