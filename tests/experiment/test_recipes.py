@@ -22,7 +22,7 @@ from fedloom.experiment.findings import Reproduction
 from fedloom.experiment.folder import claim
 from fedloom.experiment.recipe import Printed, Recipe, find_recipe, read_recipe, recipe_names
 from fedloom.experiment.reproduce import reproduce, scaled
-from fedloom.experiment.run import prepare_run, start_runs
+from fedloom.experiment.run import prepare_run, start_run, start_runs
 from fedloom.experiment.score import Score
 from fedloom.report import reproduction
 from fedloom.report.recipe_page import listed, recipe_page
@@ -191,6 +191,18 @@ def test_what_was_done_is_not_done_again(done: tuple[Recipe, Path, Reproduction]
     assert [f.mean for f in again.findings()] == [f.mean for f in found.findings()]
     after = {path: (path / "metrics.jsonl").stat().st_mtime_ns for path in runs}
     assert {path for path in runs if before[path] != after[path]} == {runs[0]}
+
+
+def test_what_was_done_keeps_no_checkpoint(done: tuple[Recipe, Path, Reproduction], tmp_path: Path) -> None:
+    """With more rounds it would be another run; one that was started by hand may go on."""
+    recipe, _, found = done
+    apart = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["even"], seeds=1, processes=2)
+    runs = [run for each in (found, apart) for cell in each.cells for run in cell.runs]
+    for run in runs:
+        assert (run.folder / "model.safetensors").is_file()
+        assert not (run.folder / "checkpoint").exists()
+    start_run(runs[0].config, tmp_path / "by hand")
+    assert (tmp_path / "by hand" / "checkpoint").is_dir()
 
 
 def test_a_row_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

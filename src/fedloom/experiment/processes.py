@@ -62,7 +62,7 @@ def side_by_side(groups: Sequence[Sequence[Job]], processes: int, *, resume: boo
                 while waiting and len(at_work) < processes:
                     worker = idle.pop() if idle else _hired(processes, resume)
                     at_work[waiting[0]] = worker
-                    _send(worker, [(job.config, job.folder) for job in groups[waiting.pop(0)]])
+                    _send(worker, [job._replace(callbacks=()) for job in groups[waiting.pop(0)]])
                 for place in _speaking(at_work):
                     error = _heard(groups[place], at_work[place])
                     if error is None:
@@ -187,11 +187,7 @@ def _work(link: Connection, processes: int, resume: bool, threads: int) -> None:
             return
         error = None
         try:
-            _play(
-                [Job(config, folder, [_telling(link, i)]) for i, (config, folder) in enumerate(asked)],
-                processes,
-                resume,
-            )
+            _play([job._replace(callbacks=[_telling(link, i)]) for i, job in enumerate(asked)], processes, resume)
         except FedloomError as found:
             error = found
         except (KeyboardInterrupt, ConnectionError):  # told to stop, or left alone: what was played is saved

@@ -319,7 +319,7 @@ def _job(recipe: Recipe, config: RunConfig, out: Path, seed: int, fold: int | No
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
     place = f"{slug(config.data)[:40]}-{slug(config.model)[:30]}-{slug(method.text)[:40]}-{digest}"
     end = f"seed-{seed}" if fold is None else f"seed-{seed}-fold-{fold}"
-    return Job(config, out / "runs" / place / end)
+    return Job(config, out / "runs" / place / end, grows=False)  # with more rounds it would lie elsewhere
 
 
 def training_clients(config: RunConfig) -> int | None:

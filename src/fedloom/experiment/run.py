@@ -1,6 +1,7 @@
 """One run into one folder."""
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -106,6 +107,7 @@ class Job(NamedTuple):
     config: RunConfig
     folder: Path
     callbacks: Sequence[Callback] = ()
+    grows: bool = True  # it may go on with more rounds when it has finished, so its last checkpoint stays
 
 
 @session()
@@ -142,6 +144,8 @@ def start_runs(
         def finished(k: int, result: Result) -> None:
             i = places[k]
             write_model(jobs[i].folder / MODEL, result.model, len(result.history))
+            if not jobs[i].grows:
+                shutil.rmtree(jobs[i].folder / CHECKPOINT, ignore_errors=True)
             done[i] = Run(jobs[i].folder, begun[i][2], [json.loads(json_line(row)) for row in result.history])
 
         if pool is not None and trainings:
