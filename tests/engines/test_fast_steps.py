@@ -98,6 +98,7 @@ FORMS = {
     "many channels behind": (nn.Conv2d(3, 64, 5), 32, "_patches", "_patches"),
     "many channels before": (nn.Conv2d(64, 3, 5), 32, None, None),
     "a large image": (nn.Conv2d(3, 6, 5), 64, "_patches", "_patches"),
+    "ResNet-56's first": (nn.Conv2d(16, 16, 3), 34, None, None),
     "strided": (nn.Conv2d(3, 6, 5, stride=2), 32, "_patches", "_patches"),
     "one pixel": (nn.Conv2d(6, 16, 1), 8, "_points", "_points"),
     "one pixel, few channels": (nn.Conv2d(3, 6, 1), 32, "_patches", "_patches"),

@@ -26,7 +26,7 @@ Product = Callable[[Tensor, Tensor, Pair, Pair], Tensor]
 
 FEW = 4  # channels
 THIN = 16  # channels before and behind a convolution
-WIDE = 12  # widths of the kernel in that of the image, which is how much arithmetic bands add
+WIDE = 8  # widths of the kernel in that of the image, which is how much arithmetic bands add
 
 
 def convolved(
