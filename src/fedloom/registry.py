@@ -4,6 +4,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +25,7 @@ class Entry(Generic[T]):
     about: str
     paper: str
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """What a user may write between the brackets; keyword-only parameters are filled in by the library."""
         found = inspect.signature(self.make).parameters.values()
@@ -110,6 +111,7 @@ def _place(make: Callable[..., Any]) -> tuple[str, str]:
     return make.__module__, make.__qualname__
 
 
+@cache
 def _hints(make: Callable[..., Any]) -> Mapping[str, Any]:
     return typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
 

@@ -7,14 +7,15 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from fedloom.errors import ConfigError, RunError
+from fedloom.errors import ConfigError, DataError, RunError
+from fedloom.experiment import cost as costs
 from fedloom.experiment import reproduce as reproducing
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, measure, seconds_for, speed_of
@@ -333,6 +334,23 @@ def test_the_list(done: tuple[Recipe, Path, Reproduction], capsys: pytest.Captur
     assert "A small table (nobody)" in shown
     assert " 8 " in shown  # runs
     assert "RADFed: radfed(redistributions=3)  (printed: accuracy 61 ± 1.41421)" in recipe_page(recipe)
+
+
+def test_what_is_not_there_is_looked_for_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows and recipes want it."""
+    asked = []
+
+    def load(**dealing: Any) -> NoReturn:
+        asked.append(dealing)
+        raise DataError("there is no such thing here: look elsewhere")
+
+    monkeypatch.setattr(costs, "load_data", load)
+    recipe = read_recipe(written(SMALL.replace("per_round: 4", "batch_size: 7"), tmp_path))
+    Console(width=200).print(listed([recipe, recipe], True, None, QUIET))
+    assert capsys.readouterr().out.count("there is no such thing here") == 2
+    assert len(asked) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

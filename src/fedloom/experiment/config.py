@@ -3,6 +3,7 @@
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class RunConfig:
 
     def change(self, changes: Mapping[str, Any], where: Mapping[str, str] | None = None) -> "RunConfig":
         """These settings with others in their place, checked; `where` says for each where it was read."""
-        hints = typing.get_type_hints(RunConfig)
+        hints = _hints()
         checked = {}
         for name, value in changes.items():
             place = (where or {}).get(name, "")
@@ -131,6 +132,11 @@ class RunConfig:
         import yaml
 
         return yaml.safe_dump(asdict(self), sort_keys=False)
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(RunConfig)
 
 
 def _number(value: Any) -> Any:

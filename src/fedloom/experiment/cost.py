@@ -95,9 +95,14 @@ def _read(path: Path) -> Speed | None:
 
 def speed_of(config: RunConfig) -> Speed:
     """Measured once, then read from the cache."""
-    like = _alike(config)
+    like = alike(config)
+    return _measured(_key(like), like)
+
+
+@lru_cache(maxsize=1000)
+def _key(like: RunConfig) -> str:
     kind = f"{like.yaml()} {device_name(like)} {torch.__version__} {torch.get_num_threads()}"
-    return _measured(hashlib.sha256(kind.encode()).hexdigest()[:24], like)
+    return hashlib.sha256(kind.encode()).hexdigest()[:24]
 
 
 def device_name(config: RunConfig) -> str:
@@ -109,7 +114,7 @@ def device_name(config: RunConfig) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
-def _alike(config: RunConfig) -> RunConfig:
+def alike(config: RunConfig) -> RunConfig:
     """The same for all runs that cost the same per sample, however their samples are dealt out."""
     natural = (config.settled().partition or "").startswith("natural")
     per_round = min(MOST, cohort_size(config.per_round, config.clients or 100))

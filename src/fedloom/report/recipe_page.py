@@ -9,7 +9,7 @@ from rich.table import Table
 from fedloom.errors import FedloomError
 from fedloom.experiment.compare import rounds_for
 from fedloom.experiment.config import RunConfig
-from fedloom.experiment.cost import clients_of, duration, seconds_for
+from fedloom.experiment.cost import alike, clients_of, duration, seconds_for
 from fedloom.experiment.recipe import Recipe
 from fedloom.experiment.reproduce import scaled
 from fedloom.method import Method
@@ -34,6 +34,7 @@ def listed(recipes: list[Recipe], cost: bool, data_dir: Path | None, console: Co
     """Every recipe: its rows, how many of them can be run here, and how long all of those would take."""
     shown = Table("recipe", "what it is", "rows", "runs", "cost here", "not to be had here", box=None, pad_edge=False)
     shown.columns[0].no_wrap = True
+    failed: dict[RunConfig, FedloomError] = {}
     for recipe in recipes:
         repeats = recipe.seeds * (recipe.folds or 1)
         told = [
@@ -42,12 +43,14 @@ def listed(recipes: list[Recipe], cost: bool, data_dir: Path | None, console: Co
             str(len(recipe.rows)),
             str(len(recipe.cases) * repeats),
         ]
-        shown.add_row(*told, *(_cost(recipe, data_dir, console) if cost else ("", "")))
+        shown.add_row(*told, *(_cost(recipe, data_dir, console, failed) if cost else ("", "")))
     return shown
 
 
-def _cost(recipe: Recipe, data_dir: Path | None, console: Console) -> tuple[str, str]:
-    """Of all rows that can be run, and why the others can't."""
+def _cost(
+    recipe: Recipe, data_dir: Path | None, console: Console, failed: dict[RunConfig, FedloomError]
+) -> tuple[str, str]:
+    """Of all rows that can be run, and why the others can't. What `failed` once is not tried for every recipe again."""
     repeats = recipe.seeds * (recipe.folds or 1)
     total, missing = 0.0, {}
     for case in recipe.cases:
@@ -55,10 +58,14 @@ def _cost(recipe: Recipe, data_dir: Path | None, console: Console) -> tuple[str,
             continue
         config = scaled(recipe, case, "paper").change({"data_dir": None if data_dir is None else str(data_dir)})
         config = replace(config, fold=0 if recipe.folds else None)
-        try:
-            total += repeats * _seconds(config, console)
-        except FedloomError as error:
-            missing[case.row] = " ".join(str(error).split()).partition(": ")[0]
+        like = alike(config)
+        if like not in failed:
+            try:
+                total += repeats * _seconds(config, console)
+                continue
+            except FedloomError as error:
+                failed[like] = error
+        missing[case.row] = " ".join(str(failed[like]).split()).partition(": ")[0]
     reasons = [
         f"{', '.join(r for r in missing if missing[r] == why)}: {why}" for why in dict.fromkeys(missing.values())
     ]
