@@ -1434,6 +1434,18 @@ def test_given_model_is_not_changed(training: bool, tmp_path: Path) -> None:
     assert not torch.equal(model_params(result), nn.utils.parameters_to_vector(model.parameters()).detach())
 
 
+def test_what_a_notebook_shows_is_one_line() -> None:
+    """However many rounds, samples and clients there were."""
+    data = fl.load("digits", partition="iid", clients=40, validation=2)
+    result = fl.fit(fl.model("logistic", data), data, rounds=30, clients_per_round=2, eval_every=7)
+    shown = "Federation(digits, iid: clients 40, samples 1369 of shape (64,), classes 10, test 360, validation 68)"
+    assert repr(data) == shown
+    assert repr(data.validation) == "Holdout(clients 2, samples 68 of shape (64,))"
+    last = result.history[-1]
+    assert repr(result).startswith(f"Result(rounds 30, test_loss {last['test_loss']:.4g}, test_accuracy")
+    assert len(repr(result)) < 200
+
+
 def test_result_does_not_share_memory_with_the_given_data() -> None:
     """Neither the clients' arrays nor torch's own generator feel a run."""
     clients = [(x.copy(), y.copy()) for x, y in CLIENTS]

@@ -23,7 +23,7 @@ NO_TARGET = -100  # in a sequence of targets: nothing is to be predicted here
 Pair = tuple[Any, Any]  # x and y, tensors or anything that NumPy reads
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Holdout:
     """Data to evaluate on: one set (`offsets` is None), or held-out clients, each a slice between two offsets."""
 
@@ -42,6 +42,10 @@ class Holdout:
         x, y = _join(pairs, what)
         return cls(x, y, _offsets(len(px) for px, _ in pairs))
 
+    def __repr__(self) -> str:
+        own = "" if self.offsets is None else f"clients {len(self.offsets) - 1}, "
+        return f"Holdout({own}samples {len(self.x)} of shape {tuple(self.x.shape[1:])})"
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "Holdout":
         return Holdout(_cast(self.x, device, dtype), _cast(self.y, device, dtype), self.offsets)
 
@@ -53,7 +57,7 @@ class Held(NamedTuple):
     begins: Tensor  # [K]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Federation:
     """Many clients' training data, and what is held out.
 
@@ -66,6 +70,8 @@ class Federation:
     >>> federation = Federation.from_arrays(clients=[([[0.0], [1.0]], [0, 1]), ([[2.0]], [1])])
     >>> len(federation), federation.sizes.tolist()
     (2, [2, 1])
+    >>> federation
+    Federation(arrays: clients 2, samples 3 of shape (1,), classes 2)
     """
 
     x: Tensor
@@ -251,6 +257,15 @@ class Federation:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def __repr__(self) -> str:
+        name = self.name if self.report is None else f"{self.name}, {self.report.text}"
+        told = [f"clients {len(self)}, samples {int(self.offsets[-1])} of shape {tuple(self.x.shape[1:])}"]
+        told += [] if self.shards is None else ["on disk"]
+        told += [] if self.classes is None else [f"classes {self.classes}"]
+        held = {"test": self.test, "validation": self.validation}
+        told += [f"{use} {len(part.x)}" for use, part in held.items() if part is not None]
+        return f"Federation({name}: {', '.join(told)})"
 
     @property
     def sizes(self) -> Tensor:

@@ -65,7 +65,7 @@ class Event:
 Callback = Callable[[Event], Signal | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What a run leaves behind."""
 
@@ -73,6 +73,13 @@ class Result:
     model: nn.Module  # the deployable model; with `patience`, the one with the best validation score
     history: list[dict[str, Any]]  # one dict a round; counts (works, local_steps, bytes, seconds) add up over rounds
     stopped: str = "rounds"  # why it ended: "rounds", "callback" or "patience"
+
+    def __repr__(self) -> str:
+        tested = [line for line in self.history if "test_loss" in line or "validation_loss" in line]
+        scores = tested[-1].items() if tested else ()
+        told = [f"rounds {len(self.history)}" + ("" if self.stopped == "rounds" else f", ended by {self.stopped}")]
+        told += [f"{name} {value:.4g}" for name, value in scores if name.startswith(("test_", "validation_"))]
+        return f"Result({', '.join(told)}, parameters {len(self.params)})"
 
     def frame(self) -> "pd.DataFrame":
         """The history as a table, one line a round."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CHUNK = 4_000_000  # samples counted at once
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PartitionReport:
     """A partition of labelled data, to print, plot and save.
 
@@ -98,7 +98,7 @@ class PartitionReport:
             raise DataError(f"the data of partition {self.text} have no class labels to count")
         return self.labels
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         sizes = self.sizes
         lines = [("partition", self.text), ("clients", f"{len(self.deal):,} with {len(self.deal.index):,} samples")]
         if self.labels is not None and len(self.labels) > len(self.deal.index):
