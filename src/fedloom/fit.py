@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from fedloom.engines.ray import session
-from fedloom.evaluate import Score
+from fedloom.evaluate import Score, find_metric
 from fedloom.federation import Federation
 from fedloom.local import Local
 from fedloom.method import Method
 from fedloom.population import Availability
+from fedloom.progress import Watch
 from fedloom.task import Loss, Precision
 from fedloom.training import Callback, Result, Training
 
@@ -47,6 +49,7 @@ def fit(
     resume: bool = False,
     max_diverged: int | None = None,
     diagnose: str | Sequence[str] | None = None,
+    progress: bool | None = None,
 ) -> Result:
     """Train a model over a federation.
 
@@ -61,7 +64,8 @@ def fit(
     `checkpoint_every` rounds (None: every half minute, and at the end; also on Ctrl-C and SIGTERM) and to `resume`
     from. A client whose loss or update is not finite is left out, and named in the log and in the round's line; once
     there were more than `max_diverged` the run ends with a RunError. `diagnose` names what is measured beside it, such
-    as "gsi,similarity" (see `fedloom.diagnosis`).
+    as "gsi,similarity" (see `fedloom.diagnosis`). `progress` shows how rounds come along, on stderr; None does it where
+    somebody looks on, in a terminal and in a notebook.
 
     `engine` is "loop" (client by client), "vector" (the cohort as one matrix) or "auto", a fixed rule. `compile` says
     whether a cohort's step is compiled; None does it where a run is long enough to gain from it. `max_memory` is how
@@ -109,4 +113,8 @@ def fit(
         max_diverged=max_diverged,
         diagnose=diagnose,
     )
-    return training.run(callbacks)
+    console = Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter if progress is None else progress):
+        return training.run(callbacks)
+    with Watch(rounds, console) as watch:
+        return training.run([watch.callback(Method(method).text, find_metric(metric)[0]), *callbacks])

@@ -47,9 +47,9 @@ def run(
     time_budget: TimeBudget = None,
 ) -> None:
     """Train one model with one method."""
-    from fedloom.experiment.progress import Watch
     from fedloom.experiment.run import start_run
     from fedloom.experiment.track import read_trackers, tracked
+    from fedloom.progress import Watch
 
     trackers = read_trackers(track)
     begun = read_config(folder / CONFIG, links=False) if resume and (folder / CONFIG).is_file() else {}

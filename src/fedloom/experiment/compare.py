@@ -21,11 +21,11 @@ from fedloom.evaluate import METRICS
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, Run, claim, is_finished, write_text
 from fedloom.experiment.processes import check_processes, side_by_side
-from fedloom.experiment.progress import Watch
 from fedloom.experiment.run import Job, alone, load_data, prepare_run, start_runs, workers_for
 from fedloom.experiment.statistics import Paired, compare_all
 from fedloom.experiment.track import tracked
 from fedloom.method import Method
+from fedloom.progress import Watch
 from fedloom.simulation import cohort_size
 from fedloom.training import Diverged
 

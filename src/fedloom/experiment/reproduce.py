@@ -28,10 +28,10 @@ from fedloom.experiment.cost import duration, seconds_for
 from fedloom.experiment.findings import Cell, Reproduction
 from fedloom.experiment.folder import InUse, Run, is_finished, load_run
 from fedloom.experiment.processes import check_processes, side_by_side
-from fedloom.experiment.progress import Watch
 from fedloom.experiment.recipe import SCALES, Case, Recipe
 from fedloom.experiment.run import Job, alone, load_data, prepare_run, start_runs, workers_for
 from fedloom.method import Method
+from fedloom.progress import Watch
 from fedloom.simulation import cohort_size, find_device
 
 LONGEST_WITHOUT_GPU = 24 * 3600.0  # seconds that a row may take before somebody has to say that it shall

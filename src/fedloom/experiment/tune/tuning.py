@@ -16,7 +16,6 @@ from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, FedloomError, RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, claim, write_text
-from fedloom.experiment.progress import Watch
 from fedloom.experiment.run import alone, make_training, workers_for
 from fedloom.experiment.tune.objective import blocks, without_test
 from fedloom.experiment.tune.outcome import Row, Tuning, write_files
@@ -24,6 +23,7 @@ from fedloom.experiment.tune.plan import Plan, read_plan
 from fedloom.experiment.tune.study import Trials, need_optuna, open_storage
 from fedloom.experiment.tune.trial import Candidate, Part, try_out
 from fedloom.federation import Federation
+from fedloom.progress import Watch
 from fedloom.training import LOG, Callback, Event
 
 if TYPE_CHECKING:

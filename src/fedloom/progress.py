@@ -1,5 +1,6 @@
 """Progress on long work: a live bar in a terminal, a plain line every few seconds elsewhere."""
 
+import sys
 import time
 from types import TracebackType
 
@@ -18,7 +19,9 @@ class Watch:
         self.total = total
         self.done = 0
         self.console = console
-        self.began = self.last = time.monotonic()
+        self.began: float | None = None  # when the first round was done: before it, data are loaded and steps compiled
+        self.before = 0  # rounds until then
+        self.last = time.monotonic()
         self.bar: Progress | None = None
 
     def __enter__(self) -> "Watch":
@@ -30,7 +33,9 @@ class Watch:
                 TextColumn("{task.fields[note]}"),
                 TimeRemainingColumn(),
             )
-            self.bar = Progress(*columns, console=self.console)
+            # what a callback prints appears above the bar, unless it goes elsewhere
+            above = sys.stdout is not None and sys.stdout.isatty()
+            self.bar = Progress(*columns, console=self.console, redirect_stdout=above)
             self.bar.start()
             self.task = self.bar.add_task("", total=self.total, note="")
         return self
@@ -46,28 +51,38 @@ class Watch:
             self.bar.update(self.task, total=self.total)
 
     def callback(self, label: str, metric: str) -> Callback:
-        score = ""
+        score, begun = "", False
 
         def show(event: Event) -> None:
-            nonlocal score
+            nonlocal score, begun
+            if not begun:  # a run that goes on has rounds behind it
+                begun = True
+                self.skip(event.round - 1)
             self.done += 1
             now = time.monotonic()
-            rate = self.done / max(now - self.began, 1e-9)
             score = _score(event, metric) or score
+            rate = self._rate(now)
             if self.bar:
-                note = f"{score}  {rate:.1f} rounds/s"
+                note = score + (f"  {rate:.1f} rounds/s" if rate else "")
                 self.bar.update(self.task, completed=self.done, description=label, note=note)
             elif now - self.last >= SECONDS or self.done == self.total:
                 self.last = now
-                left = (self.total - self.done) / rate
+                told = f"  {rate:.1f} rounds/s  {(self.total - self.done) / rate:.0f} s left" if rate else ""
                 self.console.print(
-                    f"{label}: round {event.round}/{event.rounds}  {score}  {rate:.1f} rounds/s  {left:.0f} s left",
+                    f"{label}: round {event.round}/{event.rounds}  {score}{told}",
                     highlight=False,
                     markup=False,
                     soft_wrap=True,
                 )
 
         return show
+
+    def _rate(self, now: float) -> float:
+        """Rounds per second; 0 as long as nobody knows."""
+        if self.began is None:
+            self.began, self.before = now, self.done
+        passed = now - self.began
+        return (self.done - self.before) / passed if passed >= 1 else 0.0
 
 
 def _score(event: Event, metric: str) -> str:

@@ -1,0 +1,79 @@
+"""How a run comes along: in a terminal, in lines, after a resume, and not at all."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import fedloom as fl
+from fedloom.progress import Watch
+from fedloom.training import Event
+
+DATA = fl.Federation.from_arrays([(torch.randn(4, 3), [0, 1, 0, 1])], test=(torch.randn(4, 3), [0, 1, 0, 1]))
+SCRIPT = """
+import torch, fedloom as fl
+data = fl.Federation.from_arrays([(torch.randn(4, 3), [0, 1, 0, 1])])
+fl.fit(torch.nn.Linear(3, 2), data, "fedprox(mu=0.5)", rounds=7, callbacks=[lambda event: print(event.round)])
+"""
+
+
+def event(round: int, rounds: int) -> Event:
+    return Event(round, rounds, torch.zeros(1), {"test_accuracy": 0.25}, None)
+
+
+def test_nothing_where_nobody_looks_on(capfd: pytest.CaptureFixture[str]) -> None:
+    fl.fit(nn.Linear(3, 2), DATA, rounds=2)
+    fl.fit(nn.Linear(3, 2), DATA, rounds=2, progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_lines_if_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    def half(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return 0.5
+
+    fl.fit(nn.Linear(3, 2), DATA, "fedprox(mu=0.5)", rounds=2, progress=True, metric=half)
+    found = capfd.readouterr()
+    assert found.out == ""
+    assert found.err == "fedprox(mu=0.5): round 2/2  half 0.5000\n"
+
+
+def test_a_bar_in_a_terminal() -> None:
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True, timeout=120, env=environment)
+    os.close(theirs)
+    seen = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "fedprox(mu=0.5)" in seen
+    assert "7/7" in seen
+    assert done.stdout.split() == b"1 2 3 4 5 6 7".split()  # what callbacks print goes where it was sent
+
+
+def test_what_is_left_of_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds 61 to 100 after a minute of loading: ten a second, whatever came before."""
+    now = [1000.0]
+    monkeypatch.setattr("fedloom.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    said = io.StringIO()
+    with Watch(100, Console(file=said, width=200)) as watch:
+        show = watch.callback("a run", "accuracy")
+        now[0] += 60
+        for round in range(61, 101):
+            show(event(round, 100))
+            now[0] += 0.1
+    lines = said.getvalue().splitlines()
+    assert lines[0] == "a run: round 61/100  accuracy 0.2500"  # nobody knows yet
+    assert lines[-1] == "a run: round 100/100  accuracy 0.2500  10.0 rounds/s  0 s left"
+
+
+def test_a_run_that_is_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fl.fit(nn.Linear(3, 2), DATA, rounds=3, checkpoint=tmp_path)
+    fl.fit(nn.Linear(3, 2), DATA, rounds=5, checkpoint=tmp_path, resume=True, progress=True)
+    assert capfd.readouterr().err.startswith("fedavg: round 5/5  accuracy")
