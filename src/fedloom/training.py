@@ -76,9 +76,9 @@ class Result:
 
     def __repr__(self) -> str:
         tested = [line for line in self.history if "test_loss" in line or "validation_loss" in line]
-        scores = tested[-1].items() if tested else ()
+        last = {name: value for name, value in tested[-1].items() if isinstance(value, float)} if tested else {}
         told = [f"rounds {len(self.history)}" + ("" if self.stopped == "rounds" else f", ended by {self.stopped}")]
-        told += [f"{name} {value:.4g}" for name, value in scores if name.startswith(("test_", "validation_"))]
+        told += [f"{name} {value:.4g}" for name, value in last.items() if name.startswith(("test_", "validation_"))]
         return f"Result({', '.join(told)}, parameters {len(self.params)})"
 
     def frame(self) -> "pd.DataFrame":

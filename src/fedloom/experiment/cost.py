@@ -96,12 +96,12 @@ def _read(path: Path) -> Speed | None:
 def speed_of(config: RunConfig) -> Speed:
     """Measured once, then read from the cache."""
     like = alike(config)
-    return _measured(_key(like), like)
+    return _measured(_key(like, torch.get_num_threads()), like)
 
 
 @lru_cache(maxsize=1000)
-def _key(like: RunConfig) -> str:
-    kind = f"{like.yaml()} {device_name(like)} {torch.__version__} {torch.get_num_threads()}"
+def _key(like: RunConfig, threads: int) -> str:
+    kind = f"{like.yaml()} {device_name(like)} {torch.__version__} {threads}"
     return hashlib.sha256(kind.encode()).hexdigest()[:24]
 
 
