@@ -79,6 +79,21 @@ def test_what_is_left_of_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines[-1] == "a run: round 100/100  accuracy 0.2500  10.0 rounds/s  0 s left"
 
 
+def test_a_day_is_told_in_some_hundred_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("fedloom.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    said = io.StringIO()
+    with Watch(24 * 1800, Console(file=said, width=200)) as watch:
+        show = watch.callback("a run", "accuracy")
+        for round in range(1, 24 * 1800 + 1):  # two seconds each
+            now[0] += 2
+            show(event(round, 24 * 1800))
+    lines = said.getvalue().splitlines()
+    assert [line.split()[3].partition("/")[0] for line in lines[:3]] == ["3", "6", "9"]
+    assert 100 < len(lines) < 300
+    assert lines[-1].endswith("0.5 rounds/s  0 s left")
+
+
 def test_a_run_that_is_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fl.fit(nn.Linear(3, 2), DATA, rounds=3, checkpoint=tmp_path)
     fl.fit(nn.Linear(3, 2), DATA, rounds=5, checkpoint=tmp_path, resume=True, progress=True)

@@ -1,4 +1,4 @@
-"""Progress on long work: a live bar in a terminal, a plain line every few seconds elsewhere."""
+"""Progress on long work: a live bar in a terminal, elsewhere a line every few seconds, on long runs more rarely."""
 
 import sys
 import time
@@ -9,7 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedloom.training import Callback, Event
 
-SECONDS = 5.0
+SECONDS = 5.0  # from a line to the next, at first
+SHARE = 1 / 30  # of the time so far, later: a day is told in some hundred lines
 
 
 class Watch:
@@ -21,7 +22,7 @@ class Watch:
         self.console = console
         self.began: float | None = None  # when the first round was done: before it, data are loaded and steps compiled
         self.before = 0  # rounds until then
-        self.last = time.monotonic()
+        self.start = self.last = time.monotonic()
         self.bar: Progress | None = None
 
     def __enter__(self) -> "Watch":
@@ -65,7 +66,7 @@ class Watch:
             if self.bar:
                 note = score + (f"  {rate:.1f} rounds/s" if rate else "")
                 self.bar.update(self.task, completed=self.done, description=label, note=note)
-            elif now - self.last >= SECONDS or self.done == self.total:
+            elif now - self.last >= max(SECONDS, SHARE * (now - self.start)) or self.done == self.total:
                 self.last = now
                 told = f"  {rate:.1f} rounds/s  {(self.total - self.done) / rate:.0f} s left" if rate else ""
                 self.console.print(
