@@ -75,17 +75,22 @@ class Result:
     stopped: str = "rounds"  # why it ended: "rounds", "callback" or "patience"
 
     def __repr__(self) -> str:
-        tested = [line for line in self.history if "test_loss" in line or "validation_loss" in line]
-        last = {name: value for name, value in tested[-1].items() if isinstance(value, float)} if tested else {}
-        told = [f"rounds {len(self.history)}" + ("" if self.stopped == "rounds" else f", ended by {self.stopped}")]
-        told += [f"{name} {value:.4g}" for name, value in last.items() if name.startswith(("test_", "validation_"))]
-        return f"Result({', '.join(told)}, parameters {len(self.params)})"
+        ended = "" if self.stopped == "rounds" else f", ended by {self.stopped}"
+        return f"Result({in_short(self.history)}{ended}, parameters {len(self.params)})"
 
     def frame(self) -> "pd.DataFrame":
         """The history as a table, one line a round."""
         import pandas as pd
 
         return pd.DataFrame(self.history)
+
+
+def in_short(history: Sequence[Mapping[str, Any]]) -> str:
+    """How many rounds there were, and the scores of the last that was evaluated."""
+    tested = [line for line in history if "test_loss" in line or "validation_loss" in line]
+    scores = {name: value for name, value in tested[-1].items() if isinstance(value, float)} if tested else {}
+    told = [f"{name} {value:.4g}" for name, value in scores.items() if name.startswith(("test_", "validation_"))]
+    return ", ".join([f"rounds {len(history)}", *told])
 
 
 def _check_count(name: str, value: Any, least: int = 1) -> None:

@@ -39,6 +39,8 @@ def test_run_leaves_a_whole_folder(tmp_path: Path) -> None:
 
     run = fl.load_run(folder)
     assert run.finished
+    assert repr(run).startswith(f"Run({folder}: fedprox(mu=0.1)+fedadam on digits, rounds 4, test_loss ")
+    assert len(repr(run)) < len(str(folder)) + 150  # and not all of its history
     federation = run.federation()
     assert len(federation) == 10
     model = run.model()

@@ -22,6 +22,7 @@ from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig, read_config
 from fedloom.federation import Federation
 from fedloom.models import model as make_model
+from fedloom.training import in_short
 from fedloom.untrusted import is_plain, open_plain
 
 if TYPE_CHECKING:
@@ -43,13 +44,17 @@ COUNTS = ("round", "works", "local_steps", "uplink_bytes", "downlink_bytes", "se
 LONGEST_LINE = 32 << 20  # bytes; the scores of a million clients fit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run folder, read back."""
 
     folder: Path
     config: RunConfig
     history: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        left = "" if self.finished else f", not finished ({self.config.rounds} planned)"
+        return f"Run({self.folder}: {self.config.method} on {self.config.data}, {in_short(self.history)}{left})"
 
     @property
     def finished(self) -> bool:
