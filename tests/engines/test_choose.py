@@ -13,11 +13,14 @@ from fedloom.cli import app
 from fedloom.engines import rule as rules
 from fedloom.engines.choose import vector_wins
 from fedloom.engines.rule import Measured, Rule, fitted
+from fedloom.engines.vector import Vector
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.run import start_run
 from fedloom.local import Local
+from fedloom.models.recurrent import LSTMLayer
 from fedloom.space import Space
 from fedloom.stages import Setup
+from fedloom.training import Training
 
 
 def setup(model: nn.Module, per_round: int, device: str) -> Setup:
@@ -26,7 +29,7 @@ def setup(model: nn.Module, per_round: int, device: str) -> Setup:
 
 
 SMALL, LARGE = nn.Linear(60, 10), nn.Linear(Rule().vector_below, 1)
-CONV, EMBEDDED, RECURRENT = nn.Conv2d(1, 2, 3), nn.Embedding(9, 3), nn.LSTM(3, 4)
+CONV, EMBEDDED, RECURRENT, OURS = nn.Conv2d(1, 2, 3), nn.Embedding(9, 3), nn.LSTM(3, 4), LSTMLayer(3, 4)
 
 
 @pytest.mark.parametrize(
@@ -38,16 +41,30 @@ CONV, EMBEDDED, RECURRENT = nn.Conv2d(1, 2, 3), nn.Embedding(9, 3), nn.LSTM(3, 4
         (CONV, 100, "cpu", False),
         (EMBEDDED, 100, "cpu", False),
         (RECURRENT, 100, "cpu", False),
+        (OURS, 100, "cpu", False),
         (SMALL, 1, "cuda", True),
         (LARGE, 10, "cuda", True),
         (CONV, 10, "cuda", True),
         (RECURRENT, 10, "cuda", False),
+        (OURS, 10, "cuda", True),
     ],
 )
 def test_the_rule(model: nn.Module, per_round: int, device: str, wins: bool) -> None:
     found, why = vector_wins(model, setup(model, per_round, device))
     assert found is wins
     assert why
+
+
+@pytest.mark.parametrize(("name", "compiles"), [("lstm(hidden=4)", False), ("logistic", True)])
+def test_recurrent_nets_are_not_compiled(name: str, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody asks for it."""
+    monkeypatch.setattr("fedloom.engines.choose.worth_compiling", lambda *_: True)
+    data = fl.Federation.from_tensor(torch.randn(12, 5, 2), torch.arange(12) % 3, [0, 4, 8, 12], classes=3)
+    model = fl.model(name, data)
+    for asked, wanted in ((None, compiles), (True, True), (False, False)):
+        engine = Training(model, data, "fedavg", rounds=1, engine="vector", compile=asked).simulation.engine
+        assert isinstance(engine, Vector)
+        assert engine.compile is wanted
 
 
 @pytest.mark.parametrize(("per_round", "engine"), [(10, "vector"), (3, "loop")])

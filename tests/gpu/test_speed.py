@@ -13,8 +13,10 @@ import fedloom as fl
 from fedloom.errors import RunError
 from fedloom.lockstep import run_together
 from fedloom.memory import Memory, Room
+from fedloom.models.catalogue import Shape
 from fedloom.training import Training
 from tests.examples import STACK
+from tests.models.making import make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,6 +59,17 @@ def test_loop_graph_and_compiled_agree(method: str, norm: bool, caplog: pytest.L
     assert "torch.compile" not in caplog.text
     assert apart(graph.params, loop.params) < 1e-9
     assert apart(compiled.params, loop.params) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["char-lstm(hidden=8)", "bilstm(hidden=8, dropout=0.2)"])
+def test_recurrent_nets_of_a_cohort(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(0, top, shape, generator=generator) for top, shape in ((20, (340, 9)), (5, (340,))))
+    data = fl.Federation.from_tensor(x, y, OFFSETS, test=(x, y), classes=5)
+    model = make(name, Shape((9,), 5, tokens=20)).double()
+    settings: dict[str, Any] = {"rounds": 4, "clients_per_round": 6, "local": LOCAL, "device": "cuda"}
+    loop, vector = (fl.fit(model, data, engine=engine, precision="fp32", **settings) for engine in ("loop", "vector"))
+    assert apart(vector.params, loop.params) < 1e-9
 
 
 def test_memory_that_really_runs_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -114,6 +114,8 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                 fits = min(fits, wishes.budget(setup.device) // _largest_client(federation))
                 if wanted:
                     LOG.warning("compile: the samples are on disk, so steps run without it")
+            if wanted is None:  # of a recurrent net every step in time would be compiled anew
+                wanted = not is_recurrent(task.model) and worth_compiling(setup, rounds, tried.activations)
             engine = _on_cores(
                 Vector(
                     task,
@@ -121,7 +123,7 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                     setup,
                     mixes=mixes_samples(task, federation),
                     graphs=stays and setup.device.type == "cuda",
-                    compile=stays and (worth_compiling(setup, rounds, tried.activations) if wanted is None else wanted),
+                    compile=stays and wanted,
                     together=max(1, fits),
                 )
             )
@@ -177,16 +179,24 @@ def device_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def is_recurrent(model: nn.Module) -> bool:
+    return has(model, LSTMLayer, nn.RNNBase, nn.RNNCellBase)
+
+
+def has(model: nn.Module, *kinds: type[nn.Module]) -> bool:
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def vector_wins(model: nn.Module, setup: Setup) -> tuple[bool, str]:
-    """Is a cohort faster as one matrix, and why? On a GPU always but for LSTMs, whose fused kernel is as fast. On a CPU
-    for many clients with a small dense model: large products gain nothing there, grouped convolutions lose to a loop,
-    and recurrent nets to PyTorch's own kernel.
+    """Is a cohort faster as one matrix, and why? On a GPU always but for PyTorch's own recurrent layers, which `vmap`
+    can't batch. On a CPU for many clients with a small dense model: large products gain nothing there, grouped
+    convolutions lose to a loop, and recurrent nets to PyTorch's own kernel.
     """
-    if any(isinstance(module, LSTMLayer | nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
+    if has(model, nn.RNNBase, nn.RNNCellBase) or (setup.device.type == "cpu" and is_recurrent(model)):
         return False, "PyTorch's kernel for recurrent nets takes one client at a time"
     if setup.device.type == "cuda":
         return True, "on a GPU the whole cohort is one matrix"
-    if any(isinstance(module, nn.modules.conv._ConvNd | nn.Embedding) for module in model.modules()):
+    if has(model, nn.modules.conv._ConvNd, nn.Embedding):
         return False, "on a CPU convolutions and embeddings are faster client by client"
     known = rule()
     few, small = setup.per_round < known.vector_from, setup.space.size < known.vector_below

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-from fedloom.engines.pointwise import joined
+from fedloom.vmapped import joined
 
 
 class BatchNorm(torch.autograd.Function):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from fedloom.vmapped import joined
+
 
 class Pointwise(torch.autograd.Function):
     """[B, K, C, n] times [K, O, C] is [B, K, O, n]: each sample of each client by the client's own weights."""
@@ -39,17 +41,6 @@ class Pointwise(torch.autograd.Function):
         x, weight = joined(info.batch_size, in_dims, x, weight)
         found: Tensor = Pointwise.apply(x, weight)  # type: ignore[no-untyped-call]
         return found.reshape(len(found), info.batch_size, -1, *found.shape[2:]), 1
-
-
-def joined(rows: int, in_dims: tuple[int | None, ...], x: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-    """What `vmap` holds of x [B, K, ...] and of tensors [K, ...], its rows and the axis K as one."""
-    first, *others = in_dims
-    x = x.unsqueeze(1).expand(-1, rows, *x.shape[1:]) if first is None else x.movedim(first, 1)
-    held = [
-        values.expand(rows, *values.shape) if at is None else values.movedim(at, 0)
-        for values, at in zip(own, others, strict=True)
-    ]
-    return x.flatten(1, 2), *(values.flatten(0, 1) for values in held)
 
 
 def pointwise(x: Tensor, weight: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from fedloom.errors import ModelError
 from fedloom.models.catalogue import REGISTRY, Shape
 from fedloom.models.checks import at_least_one, dropout_layer, not_empty, one_answer
+from fedloom.models.recurrence import recurrence
 from fedloom.models.word_vectors import vectors_of
 
 UNPRINTED_EMBEDDING = 300  # of bilstm without vectors: as wide as GloVe's widest
@@ -30,8 +31,8 @@ UNPRINTED_EMBEDDING = 300  # of bilstm without vectors: as wide as GloVe's wides
 class LSTMLayer(nn.Module):
     """One layer, [B, T, inputs] -> [B, T, hidden]: every state of a run that begins at zero.
 
-    Fused, it calls PyTorch's own kernel, which `vmap` can't batch; otherwise it is plain tensor code with the same
-    numbers. The gates lie in PyTorch's order: input, forget, cell, output.
+    Fused, it calls PyTorch's own kernel, which `vmap` can't batch; otherwise it is one step of all clients after the
+    other (`recurrence.py`), with the same numbers. The gates lie in PyTorch's order: input, forget, cell, output.
     """
 
     def __init__(self, inputs: int, hidden: int, forget_bias: float | None = None) -> None:
@@ -70,15 +71,7 @@ class LSTMLayer(nn.Module):
         batch, time, inputs = x.shape
         rows = x.transpose(0, 1).reshape(time * batch, inputs)
         projected = F.linear(rows, self.weight_ih, self.bias).view(time, batch, 4 * self.hidden)
-        recurrent = self.weight_hh.t()
-        h = c = projected.new_zeros(batch, self.hidden)
-        states = []
-        for at_time in projected.unbind(0):  # slices taken one by one would make the backward pass quadratic
-            i, f, g, o = (at_time + h @ recurrent).chunk(4, dim=1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * c.tanh()
-            states.append(h)
-        return torch.stack(states, dim=1)
+        return recurrence(projected, self.weight_hh.t()).transpose(0, 1)
 
 
 def _in_one_piece(weights: list[Tensor]) -> list[Tensor]:
@@ -97,7 +90,7 @@ class LSTM(nn.Sequential):
 
 
 def set_fused(model: nn.Module, fused: bool) -> None:
-    """Let every LSTM in the model use PyTorch's kernel, or plain tensor code that `vmap` can batch."""
+    """Let every LSTM in the model use PyTorch's kernel, or the steps that `vmap` can batch."""
     for module in model.modules():
         if isinstance(module, LSTMLayer):
             module.fused = fused
