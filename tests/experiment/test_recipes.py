@@ -21,6 +21,7 @@ from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, measure, seconds_for, speed_of
 from fedloom.experiment.findings import Reproduction
 from fedloom.experiment.folder import claim
+from fedloom.experiment.processes import side_by_side
 from fedloom.experiment.recipe import Printed, Recipe, find_recipe, read_recipe, recipe_names
 from fedloom.experiment.reproduce import reproduce, scaled
 from fedloom.experiment.run import prepare_run, start_run, start_runs
@@ -204,6 +205,38 @@ def test_what_was_done_keeps_no_checkpoint(done: tuple[Recipe, Path, Reproductio
         assert not (run.folder / "checkpoint").exists()
     start_run(runs[0].config, tmp_path / "by hand")
     assert (tmp_path / "by hand" / "checkpoint").is_dir()
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_one_by_one(processes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one cohort by default, in one process or in several; or each run for itself, with the same results."""
+    recipe = read_recipe(written(SMALL, tmp_path))
+    sizes: list[int] = []
+
+    def counted(jobs: Any, **settings: Any) -> Any:
+        sizes.append(len(jobs))
+        return start_runs(jobs, **settings)
+
+    def counted_apart(groups: Any, *rest: Any, **settings: Any) -> Any:
+        sizes.extend(map(len, groups))
+        return side_by_side(groups, *rest, **settings)
+
+    monkeypatch.setattr(reproducing, "start_runs", counted)
+    monkeypatch.setattr(reproducing, "side_by_side", counted_apart)
+    found = []
+    for lockstep in (True, False):
+        out, settings = tmp_path / str(lockstep), {"engine": "vector"}
+        again = reproduce(
+            recipe, out, console=QUIET, rows=["even"], settings=settings, lockstep=lockstep, processes=processes
+        )
+        found.append([finding.mean for finding in again.findings() if finding.told])
+        if not lockstep:
+            assert set(sizes) == {1}
+        else:
+            assert max(sizes) > 1
+        sizes.clear()
+    assert found[0]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def test_a_row_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ DataDir = Annotated[Path | None, typer.Option(help="Folder of data files and wei
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds.")]
 Figures = Annotated[bool, typer.Option("--figures", help="Write figures for a paper too: PNG and SVG.")]
 TimeBudget = Annotated[str | None, typer.Option(help="Stop in time, resumable: '90m', '1h30m'.", show_default="none")]
+Lockstep = Annotated[bool, typer.Option("--lockstep/--one-by-one", help="Train runs of the same model as one cohort.")]
 Processes = Annotated[
     int | None, typer.Option(help="So many processes play the runs side by side.", show_default="in lockstep")
 ]

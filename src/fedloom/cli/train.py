@@ -13,6 +13,7 @@ from fedloom.cli.app import (
     ConfigFile,
     DataDir,
     Figures,
+    Lockstep,
     Overwrite,
     Processes,
     Resume,
@@ -86,9 +87,7 @@ def compare(
     target: Annotated[
         float | None, typer.Option(help="Metric to reach.", show_default="95% of the baseline's mean")
     ] = None,
-    lockstep: Annotated[
-        bool, typer.Option("--lockstep/--one-by-one", help="Train runs of the same model as one cohort.")
-    ] = True,
+    lockstep: Lockstep = True,
     processes: Processes = None,
     track: Track = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the comparison.")] = Path("runs/compare"),
@@ -146,6 +145,7 @@ def reproduce(
     rounds: Annotated[int | None, typer.Option(help="Works per client slot.", show_default="as in the paper")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     engine: Annotated[str, typer.Option(help="auto, loop, vector or ray.")] = "auto",
+    lockstep: Lockstep = True,
     processes: Processes = None,
     data_dir: DataDir = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for runs and results; what it holds is reused.")] = Path(
@@ -170,6 +170,7 @@ def reproduce(
         folds=folds,
         rounds=rounds,
         settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
+        lockstep=lockstep,
         processes=processes,
     )
 

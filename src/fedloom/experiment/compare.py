@@ -30,7 +30,7 @@ from fedloom.simulation import cohort_size
 from fedloom.training import Diverged
 
 LOG = logging.getLogger("fedloom")
-TOGETHER = 32  # runs that are in memory at once
+TOGETHER = 64  # runs that are in memory at once
 LAST = 10  # works whose mean is told beside the last round
 BASELINE_SHARE = 0.95  # without a target: how soon is a method as good as this share of the baseline's end?
 

@@ -72,12 +72,13 @@ def reproduce(
     folds: int | None = None,
     rounds: int | None = None,
     settings: Mapping[str, Any] | None = None,
+    lockstep: bool = True,
     processes: int | None = None,
     play: bool = True,
 ) -> Reproduction:
     """Run a recipe into a folder; what the folder holds already is taken from there. Rows that can't be run are told
-    with the reason. With `processes` so many of them play the runs side by side. Without `play` nothing is run: it is
-    told what the folder holds.
+    with the reason. In `lockstep`, runs that the vector engine trains share their cohorts. With `processes` so many of
+    them play the runs side by side. Without `play` nothing is run: it is told what the folder holds.
     """
     chosen = _chosen(recipe, rows)
     options = dict(settings or {})
@@ -115,7 +116,7 @@ def reproduce(
         done = [
             row
             for some in ([asked] if processes else [[row] for row in asked])
-            for row in _run_rows(recipe, some, scale, console, processes)
+            for row in _run_rows(recipe, some, scale, console, lockstep, processes)
         ]
     else:
         done = [row.done({}) for row in asked]
@@ -190,7 +191,9 @@ def _planned_row(recipe: Recipe, row: str, cells: list[Cell], repeats: list[tupl
     return _Row(row, cells, planned)
 
 
-def _run_rows(recipe: Recipe, rows: list[_Row], scale: str, console: Console, processes: int | None) -> Iterator[_Row]:
+def _run_rows(
+    recipe: Recipe, rows: list[_Row], scale: str, console: Console, lockstep: bool, processes: int | None
+) -> Iterator[_Row]:
     """All methods of these rows: side by side, or in lockstep where they can be."""
     left: dict[Path, Job] = {}
     possible = []
@@ -202,7 +205,7 @@ def _run_rows(recipe: Recipe, rows: list[_Row], scale: str, console: Console, pr
         console.print(f"{recipe.name}: {row.name}", highlight=False, markup=False, soft_wrap=True)
         left |= {job.folder: job for job in row.left()}
         possible.append(row)
-    problems = _run(list(left.values()), console, processes)
+    problems = _run(list(left.values()), console, lockstep, processes)
     for row in possible:
         yield row.done(problems)
 
@@ -218,27 +221,27 @@ def _why_not(left: list[Job], scale: str) -> str:
         return _told(error)
 
 
-def _run(jobs: list[Job], console: Console, processes: int | None) -> dict[Path, str]:
+def _run(jobs: list[Job], console: Console, lockstep: bool, processes: int | None) -> dict[Path, str]:
     """Finish all of them; why those that fail did not."""
     if processes:
-        return _run_apart(jobs, console, processes)
+        return _run_apart(jobs, console, lockstep, processes)
     problems: dict[Path, str] = {}
     ready: list[Job] = []
     pool = workers_for(jobs[0].config, len(jobs)) if jobs else None
     if pool is not None:
         jobs = [job._replace(config=alone(job.config)) for job in jobs]
     tried: dict[Path, str] = {}
-    vector = True
+    joint = lockstep
     for job in jobs:
         kind = job.folder.parent  # seeds differ in nothing that could be refused
         if kind not in tried:  # whatever is wrong with one method does not keep the others from running
             tried[kind], by_vector = _try(job)
-            vector &= by_vector
+            joint &= by_vector
         if tried[kind]:
             problems[job.folder] = tried[kind]
         else:
             ready.append(job)
-    at_once = TOGETHER if vector or pool is not None else 1
+    at_once = TOGETHER if joint or pool is not None else 1
     with Watch(sum(job.config.rounds for job in ready), console) as watch:
         told = [_watched(job, watch) for job in ready]
         for i in range(0, len(told), at_once):
@@ -251,15 +254,15 @@ def _run(jobs: list[Job], console: Console, processes: int | None) -> dict[Path,
     return problems
 
 
-def _run_apart(jobs: list[Job], console: Console, processes: int) -> dict[Path, str]:
-    """Side by side, those with the most works first: the shortest fill the gaps at the end. What can be trained as one
-    cohort is one process's, as long as there is enough for all.
+def _run_apart(jobs: list[Job], console: Console, lockstep: bool, processes: int) -> dict[Path, str]:
+    """Side by side, those with the most works first: the shortest fill the gaps at the end. In lockstep, what can be
+    trained as one cohort is one process's, as long as there is enough for all.
     """
     kinds: dict[str, list[Job]] = {}
     with Watch(sum(job.config.rounds for job in jobs), console) as watch:
         for job in sorted(jobs, key=lambda job: -_works(job.config)):
             kinds.setdefault(_kind(job.config), []).append(_watched(job, watch))
-        size = min(TOGETHER, max(1, len(jobs) // processes))
+        size = min(TOGETHER, max(1, len(jobs) // processes)) if lockstep else 1
         groups = [own[i : i + size] for own in kinds.values() for i in range(0, len(own), size)]
         found = side_by_side(groups, processes, resume=True)
     for error in found.values():
