@@ -73,7 +73,10 @@ def main() -> None:
     if len(sys.argv) < 4 or not Path(sys.argv[1]).is_file():
         sys.exit("which curves? python scripts/curves_figure.py CURVES.csv round FIGURE.png [LABEL ...]")
     source, over, figure, *labels = sys.argv[1:]
-    curves = read(Path(source), over)
+    try:
+        curves = read(Path(source), over)
+    except KeyError as missing:
+        sys.exit(f"{source} has no column {missing}")
     if unknown := set(labels) - {label for own in curves.values() for label in own}:
         sys.exit(f"no curve is called {', '.join(sorted(unknown))}")
     chosen = {row: {label: own[label] for label in labels or own if label in own} for row, own in curves.items()}

@@ -54,6 +54,10 @@ def test_drawn(script: ModuleType, curves: Path, tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(sys, "argv", ["", *arguments])
         with pytest.raises(SystemExit, match=told):
             script.main()
-    monkeypatch.setattr(sys, "argv", ["", str(curves), "round", str(figure), "FedAvgg"])
-    with pytest.raises(SystemExit, match="no curve is called FedAvgg"):
-        script.main()
+    for over, label, told in (
+        ("round", "FedAvgg", "no curve is called FedAvgg"),
+        ("days", "FedAvg", "no column 'days'"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["", str(curves), over, str(figure), label])
+        with pytest.raises(SystemExit, match=told):
+            script.main()
