@@ -384,6 +384,51 @@ def test_gradients_of_rounding_alone_are_no_difference() -> None:
     assert far == pytest.approx(1, abs=0.1)
 
 
+def test_how_far_rounding_carries_a_step() -> None:
+    """A step of A x from an x that is off by a share u is off by A (u x); in the model itself nothing is left of u."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 20, generator=generator, dtype=torch.float64)
+    for steepness in (1.0, 100.0):
+        made = cohort_of(x)
+        bend = 1 + steepness * torch.rand(20, generator=generator, dtype=torch.float64)
+
+        def step(made: Cohort = made, bend: Tensor = bend) -> None:
+            made.x.sub_(torch.sin(made.x * bend))
+
+        near, far = (graph.difference(graph.nudged(step, made, unit), step, made, [20]) for unit in (1e-6, 1e-4))
+        assert torch.equal(made.x, x)
+        assert far == pytest.approx(100 * near, rel=0.05)
+        assert 0.1e-6 * steepness < near < 1e-6 * (1 + steepness)
+
+
+@needs_compiler
+def test_a_step_that_rounding_decides_may_differ_by_as_much(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiler that is half a step away: wrong for a plain model, rounding for one that makes as much of it."""
+
+    def rounding(step: Any, cohort: Any) -> Any:
+        right = graph.compiled(step, cohort)
+
+        def run() -> None:
+            before = cohort.x.clone()
+            right()
+            cohort.x += 0.5 * (cohort.x - before)
+
+        return run
+
+    monkeypatch.setattr(vector, "compiled", rounding)
+    monkeypatch.setattr(vector, "nudged", lambda step, cohort, unit: lambda: (step(), cohort.x.mul_(1.01)))
+    local = fl.Local(batch_size=8, lr=0.01)
+    settings: dict[str, Any] = {"rounds": 1, "clients_per_round": 5, "local": local, "engine": "vector"}
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    fl.fit(model, federation(), compile=True, **settings)
+    assert "another step" not in caplog.text
+    monkeypatch.setattr(vector, "CHAOS", 0.4)
+    fl.fit(model, federation(), compile=True, **settings)
+    assert "torch.compile made another step of it (0.49 steps away)" in caplog.text  # of 1.01
+
+
 def cohort_of(x: Tensor) -> Cohort:
     none = torch.zeros(1, len(x), dtype=torch.int64)
     asked = Asked(x, {}, none.numpy(), None, None, None, False)

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import choose
+from fedloom.engines import vector as vector_engine
 from fedloom.engines.rule import Rule
 from fedloom.engines.threads import Threads
 from fedloom.engines.trial import mixes_samples
 from fedloom.engines.vector import Vector
+from fedloom.lockstep import run_together
 from fedloom.models.catalogue import REGISTRY, Shape, load_models
 from fedloom.spec import parse_one
 from fedloom.task import Task
+from fedloom.training import Training
 from tests.examples import METHODS
 
 load_models()
@@ -230,6 +233,41 @@ def test_shared_out_among_threads(engine: str, most: float, method: str, monkeyp
     assert apart(shared.params, alone.params) <= most
     ours, theirs = dict(shared.model.named_buffers()), dict(alone.model.named_buffers())
     assert all(torch.allclose(ours[name].double(), theirs[name].double(), rtol=1e-9) for name in theirs)
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 64])
+@pytest.mark.parametrize("model", [dense, normed, dropping])
+def test_scores_of_all_batches(model: Any, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch counts once, whichever others it is scored with."""
+    monkeypatch.setattr(vector_engine, "SCORED", at_once)
+    answers: list[Any] = []
+    both(model(), federation(sizes=BATCHES), "importance", rounds=1, callbacks=[lambda e: answers.append(e.updates)])
+    loop, vector = (updates.extra["final_score"] for updates in answers)
+    assert len(loop) == 5
+    assert apart(vector, loop) < 1e-10
+
+
+def test_only_runs_that_want_scores_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+    gradients = Vector.gradients
+
+    def watched(self: Vector, x: Tensor, *rest: Any, **more: Any) -> Any:
+        if more.get("clean"):
+            scored.append(len(x))
+        return gradients(self, x, *rest, **more)
+
+    monkeypatch.setattr(Vector, "gradients", watched)
+    answers: list[Any] = []
+    settings: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "local": LOCALS["plain"], "engine": "vector"}
+    runs = [Training(dense(), federation(), method, **settings) for method in ("fedavg", "importance", "scaffold")]
+    run_together(runs, [[], [lambda event: answers.append(event.updates)], []])
+    batches = [-(-int(federation().sizes[client]) // 8) for client in answers[0].clients]
+    assert sum(scored) == sum(batches)
 
 
 class Noisy(nn.Module):

@@ -96,6 +96,21 @@ def difference(fast: Callable[[], Any], plain: Callable[[], Any], cohort: Cohort
         return max(_apart(*one, sizes) for one in found)
 
 
+def nudged(step: Callable[[], Any], cohort: Cohort, unit: float) -> Callable[[], Any]:
+    """The same step of models whose numbers are off by up to `unit` of themselves, as products round them. In a deep
+    net with batch norm that alone makes quite another step, so two right forms of it may be as far from each other.
+    """
+
+    def run() -> None:
+        generator = torch.Generator(cohort.x.device).manual_seed(0)
+        off = torch.empty_like(cohort.x).uniform_(-unit, unit, generator=generator).mul_(cohort.x)
+        cohort.x += off
+        step()
+        cohort.x -= off
+
+    return run
+
+
 def _is_compared(tensor: Tensor, cohort: Cohort) -> bool:
     """All but counters, which a compiler leaves out where nobody reads them, and but for Adam's steps: it makes whole
     ones of gradients that are rounding. Its moments tell more.

@@ -26,7 +26,7 @@ from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.cohort import Asked, Cohort, upload, upload_all
 from fedloom.engines.dropout import keyed
-from fedloom.engines.graph import TURNSTILE, compiled, difference, recorded, try_out
+from fedloom.engines.graph import TURNSTILE, compiled, difference, nudged, recorded, try_out
 from fedloom.engines.kernels import faster
 from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan
 from fedloom.errors import out_of_memory
@@ -37,7 +37,10 @@ from fedloom.stages import Setup, State, Updates, Work
 from fedloom.task import Task
 
 LOG = logging.getLogger("fedloom")
+CHAOS = 0.7  # of a step: however much a model makes of rounding, a form of its step that is farther away is wrong
 KEPT = 8  # cohorts whose memory and recordings are held for the next Work
+SCORED = 64  # batches that are scored at once, or as many as there are clients
+TF32 = 2.0**-11  # the share of a number that is lost when products round it
 TABLE = 1 << 24  # entries of a table of samples that may be set aside for the longest client there is
 
 
@@ -209,10 +212,8 @@ class Vector:
         if fast is not None:
             played = self._recorded(fast, cohort)
             with TURNSTILE.beside():
-                beside = difference(played, plain, cohort, self.setup.space.sizes)
-            if beside <= self._rounding:
-                return played
-            LOG.warning("torch.compile made another step of it (%.2g steps away), so steps run without it", beside)
+                if self._is_the_same(played, plain, cohort):
+                    return played
         return self._recorded(plain, cohort)
 
     def _compiled(self, step: Callable[[Cohort], None], cohort: Cohort) -> Callable[[], Any] | None:
@@ -230,12 +231,17 @@ class Vector:
     def _recorded(self, run: Callable[[], Any], cohort: Cohort) -> Callable[[], Any]:
         return recorded(run, cohort, self.pool) if self.graphs else run
 
-    @property
-    def _rounding(self) -> float:
-        """How far from each other two forms of one step may be."""
-        if self.setup.space.dtype == torch.float64:
-            return 1e-6
-        return 0.5 if self.task.precision == "bf16" else 0.1
+    def _is_the_same(self, fast: Callable[[], Any], plain: Callable[[], Any], cohort: Cohort) -> bool:
+        """Are two forms of a step as near to each other as rounding lets them be?"""
+        sizes, dtype = self.setup.space.sizes, self.setup.space.dtype
+        beside = difference(fast, plain, cohort, sizes)
+        allowed = 1e-6 if dtype == torch.float64 else 0.5 if self.task.precision == "bf16" else 0.1
+        if beside > allowed:
+            unit = TF32 if dtype == torch.float32 and self.setup.device.type == "cuda" else torch.finfo(dtype).eps
+            allowed = max(allowed, min(difference(nudged(plain, cohort, unit), plain, cohort, sizes), CHAOS))
+        if beside > allowed:
+            LOG.warning("torch.compile made another step of it (%.2g steps away), so steps run without it", beside)
+        return beside <= allowed
 
     def step(self, cohort: Cohort, n: int, width: int, all_go_on: bool = True) -> None:
         """The next step of the first n rows, with batches of one width. Some of them may have finished, unless
@@ -301,32 +307,49 @@ class Vector:
         return gradient, losses.detach().sum(1)
 
     def _score(self, clients: "Rows", cohort: Cohort, order: np.ndarray, scores: Tensor) -> None:
-        """Mean over a client's batches, in stored order, of the squared norm of the gradient where it ended."""
-        owned = [ordered_batches_of(one.setup, one.federation, [int(work.clients[k])])[0] for one, work, k in clients]
-        ordered = plan(owned)
-        turn = upload(ordered.order, scores.device)
-        x, held = cohort.x[turn], {name: values[turn] for name, values in cohort.buffers.items()}
-        samples = upload(ordered.samples, x.device)
-        squares = x.new_zeros(len(x), dtype=torch.float64)
-        for s, lengths in enumerate(ordered.lengths):
-            there = upload(lengths, x.device)
-            for places in self._scored_together(lengths):
-                alike, width = upload(places, x.device), int(lengths[places].max())
-                keys = None if cohort.keys is None else cohort.keys[turn][alike]
-                part = {name: values[alike] for name, values in held.items()}
-                chosen = samples[s, alike, :width]
-                gradient, _ = self.gradients(x[alike], part, chosen, there[alike], keys, s, clean=True)
-                for name, values in part.items():
-                    held[name][alike] = values
-                squares[alike] += gradient.double().square().sum(1)
-        steps = upload(ordered.steps, squares.device)
-        scores[upload(order[ordered.order], squares.device)] = squares / steps
+        """Mean over a client's batches, in stored order, of the squared norm of the gradient where it ended; for the
+        clients of runs that want it.
+        """
+        asked = np.array([place for place, (_, work, _) in enumerate(clients) if "final_score" in work.wants])
+        if not len(asked):
+            return
+        chosen = [clients[place] for place in asked]
+        ordered = plan(
+            [ordered_batches_of(one.setup, one.federation, [int(work.clients[k])])[0] for one, work, k in chosen]
+        )
+        turn = asked[ordered.order]
+        rows = upload(turn, scores.device)
+        held = {name: values[rows] for name, values in cohort.buffers.items()}
+        keys = None if cohort.keys is None else cohort.keys[rows]
+        samples, lengths = upload_all([ordered.samples, ordered.lengths], scores.device)
+        squares = torch.zeros(len(rows), dtype=torch.float64, device=scores.device)
+        for steps, places in self._scored_together(ordered.lengths, cohort):
+            step, width = int(steps[0]), int(ordered.lengths[steps, places].max())
+            when, own = upload_all([steps, places], scores.device)
+            part = {name: values[own] for name, values in held.items()}
+            drawn = None if keys is None else keys[own]
+            batch, counts = samples[when, own, :width], lengths[when, own]
+            gradient, _ = self.gradients(cohort.x[rows[own]], part, batch, counts, drawn, step, clean=True)
+            for name, values in part.items():
+                held[name][own] = values
+            squares.index_add_(0, own, torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64).square())
+        scores[upload(order[turn], scores.device)] = squares / upload(ordered.steps, scores.device)
 
-    def _scored_together(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Rows whose batches are of one length; where samples do not touch each other, all that have one."""
-        if not self.mixes:
-            return [np.flatnonzero(lengths)]
-        return [np.flatnonzero(lengths == width) for width in np.unique(lengths[lengths > 0])]
+    def _scored_together(self, lengths: np.ndarray, cohort: Cohort) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Steps and places of the batches [S, K] that are scored at once: as many as there is room for, where neither
+        buffers nor draws make them differ by when they come; else those of one step, and of one length where the
+        samples of a batch touch each other.
+        """
+        if not cohort.buffers and cohort.keys is None and not self.mixes:
+            steps, places = np.nonzero(lengths)
+            room = min(max(len(cohort.x), SCORED), self.together)
+            for at in range(0, len(steps), room):
+                yield steps[at : at + room], places[at : at + room]
+            return
+        for step, own in enumerate(lengths):
+            for alike in [own == width for width in np.unique(own[own > 0])] if self.mixes else [own > 0]:
+                places = np.flatnonzero(alike)
+                yield np.full(len(places), step), places
 
 
 Rows = Sequence[tuple[Vector, Work, int]]  # the run that each client trains for, its Work and its place there
