@@ -26,6 +26,7 @@ from fedloom.engines.rule import Rule
 from fedloom.engines.trial import trial as trial_step
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, RunError
+from fedloom.lockstep import run_together
 from fedloom.training import Training
 from tests.engines.test_vector import apart, both, dense, federation
 
@@ -384,6 +385,70 @@ def test_gradients_of_rounding_alone_are_no_difference() -> None:
     assert far == pytest.approx(1, abs=0.1)
 
 
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, a step for every power of two of rows; it is played again by being run again."""
+    monkeypatch.setattr(vector, "recorded", lambda run, cohort, pool: run)
+
+
+@needs_compiler
+def test_what_is_played_often_is_compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Clients of 4, 2, 2, 1, 1, 1 and 1 batches: a step of seven rows, one of three (recorded for four), two of one."""
+    recording(monkeypatch)
+    asked: list[tuple[int, int]] = []
+
+    def gains(rows: int, steps: int) -> bool:
+        asked.append((rows, steps))
+        return rows < 7
+
+    compilations = watched(monkeypatch)
+    data = federation(sizes=[0, 7, 20, 26, 58, 65, 70, 83])  # 7, 13, 6, 32, 7, 5 and 13 samples
+    settings: dict[str, Any] = {"rounds": 3, "clients_per_round": 7, "local": fl.Local(batch_size=8, lr=0.1)}
+    plain = fl.fit(dense(), data, engine="loop", **settings)
+    for compile, whole in ((False, 0), (True, 1)):
+        asked.clear()
+        compilations.clear()
+        run = Training(dense(), data, "fedavg", engine="vector", compile=compile, **settings)
+        engine = run.simulation.engine
+        assert isinstance(engine, Vector)
+        engine.graphs, engine.gains = True, gains
+        found = run.run()
+        assert asked == [(7, 1), (4, 1), (1, 2)][whole:]
+        assert len(compilations) == 2 + whole
+        assert apart(found.params, plain.params) < 1e-9
+    assert "torch.compile" not in caplog.text
+
+
+@needs_compiler
+def test_runs_in_lockstep_are_compiled_for_the_rows_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording(monkeypatch)
+    asked: list[int] = []
+
+    def gains(rows: int, steps: int) -> bool:
+        asked.append(rows)
+        return False
+
+    data, local = federation(sizes=[0, 7, 20, 26, 58, 65, 70, 83]), fl.Local(batch_size=8, lr=0.1)
+    settings: dict[str, Any] = {"rounds": 2, "clients_per_round": 3, "local": local, "engine": "vector"}
+    runs = [Training(dense(), data, "fedavg", seed=seed, **settings) for seed in range(4)]
+    for run in runs:
+        assert isinstance(run.simulation.engine, Vector)
+        assert not run.simulation.engine.compile
+        run.simulation.engine.graphs = True
+        run.simulation.engine.gains = gains
+    run_together(runs, [[] for _ in runs])
+    assert max(asked) == 12
+
+
+def test_who_says_no_gets_no_compiled_step() -> None:
+    """The rule is asked for more rows than a run has alone only where it was asked for those."""
+    long: dict[str, Any] = {"rounds": 10**9, "engine": "vector", "device": "cpu"}
+    for compile, wanted in ((None, bool(shutil.which("g++"))), (False, False)):
+        engine = Training(dense(), federation(), "fedavg", compile=compile, **long).simulation.engine
+        assert isinstance(engine, Vector)
+        assert engine.gains(7, 1) is wanted
+        assert not engine.gains(7, 0)
+
+
 def test_how_far_rounding_carries_a_step() -> None:
     """A step of A x from an x that is off by a share u is off by A (u x); in the model itself nothing is left of u."""
     generator = torch.Generator().manual_seed(0)
@@ -445,7 +510,7 @@ def planned(rounds: int, device: str = "cuda") -> bool:
     small = Training(model, data, "fedavg", rounds=1, device="cpu").simulation.setup
     local = fl.Local(epochs=5, batch_size=45)
     setup = replace(small, sizes=sizes, clients=100, per_round=10, local=local, device=torch.device(device))
-    return worth_compiling(setup, rounds, activations=700_000)
+    return worth_compiling(setup, 700_000, rounds, rows=10, steps=local.count_steps(500))
 
 
 def test_only_long_runs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

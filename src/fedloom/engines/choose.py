@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from fedloom.engines.loop import Loop
 from fedloom.engines.rule import rule
 from fedloom.engines.threads import Threads, draws_itself
 from fedloom.engines.trial import mixes_samples, trial
-from fedloom.engines.vector import Vector
+from fedloom.engines.vector import Vector, never
 from fedloom.errors import ConfigError, nearest
 from fedloom.federation import Federation
 from fedloom.memory import Room
@@ -114,8 +115,10 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                 fits = min(fits, wishes.budget(setup.device) // _largest_client(federation))
                 if wanted:
                     LOG.warning("compile: the samples are on disk, so steps run without it")
-            if wanted is None:  # of a recurrent net every step in time would be compiled anew
-                wanted = not is_recurrent(task.model) and worth_compiling(setup, rounds, tried.activations)
+            ruled = stays and wanted is not False and not is_recurrent(task.model)  # or each step in time is compiled
+            gains = partial(worth_compiling, setup, tried.activations, rounds) if ruled else never
+            if wanted is None:
+                wanted = gains(setup.per_round, setup.local.count_steps(int(setup.sizes.median())))
             engine = _on_cores(
                 Vector(
                     task,
@@ -124,6 +127,7 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                     mixes=mixes_samples(task, federation),
                     graphs=stays and setup.device.type == "cuda",
                     compile=stays and wanted,
+                    gains=gains,
                     together=max(1, fits),
                 )
             )
@@ -134,18 +138,19 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
     return _on_cores(Loop(task, federation, setup)), why
 
 
-def worth_compiling(setup: Setup, rounds: int, activations: int) -> bool:
-    """Will a run save at least twice what compiling costs? On a CPU that takes a C++ compiler."""
-    steps = rounds * setup.local.count_steps(int(setup.sizes.median()))
-    tensors, matrix = len(setup.space.names), setup.per_round * setup.space.size * setup.space.dtype.itemsize
+def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, steps: int) -> bool:
+    """Will a run with so many steps of so many rows in every round save at least twice what compiling them costs? On a
+    CPU that takes a C++ compiler.
+    """
+    tensors, matrix = len(setup.space.names), rows * setup.space.size * setup.space.dtype.itemsize
     if setup.device.type == "cuda":
-        touched = setup.per_round * _batch(setup) * activations + 2 * matrix
+        touched = rows * _batch(setup) * activations + 2 * matrix
         saved = tensors * SAVED_PER_TENSOR + touched * SAVED_PER_BYTE
     elif shutil.which("g++"):
         saved = SAVED_ON_CPU + matrix * SAVED_PER_BYTE_ON_CPU
     else:
         return False
-    return steps * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
+    return rounds * steps * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
 
 
 def _batch(setup: Setup) -> int:

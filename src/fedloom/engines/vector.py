@@ -7,7 +7,7 @@ of a batch touch each other (batch norm), clients with batches of one length ste
 
 On a GPU a step is recorded once as a CUDA graph and played again; for clients that finish early there is a recording
 for every power of two of rows, for short batches one for every power of two of samples, and a row that has finished
-stays as it is. The Works of several runs may be one cohort, row under row.
+stays as it is. What is played often is compiled first. The Works of several runs may be one cohort, row under row.
 """
 
 import logging
@@ -44,6 +44,10 @@ TF32 = 2.0**-11  # the share of a number that is lost when products round it
 TABLE = 1 << 24  # entries of a table of samples that may be set aside for the longest client there is
 
 
+def never(rows: int, steps: int) -> bool:
+    return False
+
+
 @dataclass
 class Vector:
     """Trains the clients of a Work together."""
@@ -54,6 +58,7 @@ class Vector:
     mixes: bool = False  # the samples of a batch touch each other
     graphs: bool = False  # record steps and play them again
     compile: bool = False  # compile the step of a whole cohort
+    gains: Callable[[int, int], bool] = never  # is a recording of so many rows, played so often in a Work, compiled?
     together: int = 1 << 30  # rows that fit into memory at once
     name: str = "vector"
     kept: list[Cohort] = field(default_factory=list, init=False)  # whose memory is used again
@@ -189,10 +194,11 @@ class Vector:
                 with TURNSTILE.beside():
                     self._mixed_step(cohort, lengths[s, :n], s)
             else:
-                self._next(cohort, n, longest_now if self.mixes or not self._keeps else self._width(longest_now))
+                width = longest_now if self.mixes or not self._keeps else self._width(longest_now)
+                self._next(cohort, n, width, active)
 
-    def _next(self, cohort: Cohort, n: int, width: int) -> None:
-        """The next step of the first n rows, in the fastest form that there is."""
+    def _next(self, cohort: Cohort, n: int, width: int, active: np.ndarray) -> None:
+        """The next step of the first n rows, in the fastest form that there is; `active` are the rows of all steps."""
         _, room, widest = cohort.room
         whole = self.compile and width == widest and 2 * n > room
         if not whole and not self.graphs:
@@ -201,14 +207,16 @@ class Vector:
             return
         rows = room if 2 * n > room else _power_of_two(n)
         if (rows, width) not in cohort.recorded:
-            cohort.recorded[rows, width] = self._prepared(cohort, rows, width, whole)
+            often = int(((2 * active > rows) & (active <= rows)).sum())
+            worth = whole or (width == widest and self.gains(rows, often))
+            cohort.recorded[rows, width] = self._prepared(cohort, rows, width, worth)
         with TURNSTILE.beside():
             cohort.recorded[rows, width]()
 
-    def _prepared(self, cohort: Cohort, rows: int, width: int, whole: bool) -> Callable[[], Any]:
+    def _prepared(self, cohort: Cohort, rows: int, width: int, worth: bool) -> Callable[[], Any]:
         step = partial(self.step, n=rows, width=width, all_go_on=False)
         plain = partial(step, cohort)
-        fast = self._compiled(step, cohort) if whole else None
+        fast = self._compiled(step, cohort) if worth else None
         if fast is not None:
             played = self._recorded(fast, cohort)
             with TURNSTILE.beside():
