@@ -231,13 +231,15 @@ class Simulation:
 
     @contextmanager
     def numerics(self) -> Iterator[None]:
-        """The precision and the threads that suit this run; both settings are put back after it."""
+        """The precision and the threads that suit this run; all settings are put back after it."""
         precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+        tf32 = torch.backends.cudnn.allow_tf32
         set_numerics(self.task.precision, self.setup)
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(precision)
+            torch.backends.cudnn.allow_tf32 = tf32
             torch.set_num_threads(threads)
 
 

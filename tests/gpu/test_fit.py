@@ -58,6 +58,22 @@ def test_resume_on_another_device(method: str, first: str, tmp_path: Path) -> No
         assert apart(resumed.params, whole.params) < 1e-8
 
 
+def test_fp32_is_fp32_in_convolutions_too() -> None:
+    """One step of one client, against float64: TF32 is off in the fourth digit, float32 in the seventh."""
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 16, 12, 12), torch.randint(0, 4, (32,))
+    model = nn.Sequential(nn.Conv2d(16, 32, 5), nn.Flatten(), nn.Linear(32 * 64, 4))
+    off = {}
+    for precision in ("auto", "fp32"):
+        settings: dict[str, Any] = {"rounds": 1, "local": fl.Local(batch_size=32, lr=0.1), "engine": "loop"}
+        exact = fl.fit(model.double(), fl.Federation.from_tensor(x.double(), y, [0, 32]), device="cpu", **settings)
+        start = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
+        data = fl.Federation.from_tensor(x, y, [0, 32])
+        found = fl.fit(model.float(), data, device="cuda", precision=precision, **settings)
+        off[precision] = float((found.params.cpu() - exact.params).norm() / (exact.params - start).norm())
+    assert off["fp32"] < 2e-5 < off["auto"]
+
+
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
 def test_precisions_train(precision: Any) -> None:
     federation = fl.load("digits", "iid", clients=10)

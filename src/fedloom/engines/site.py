@@ -57,10 +57,11 @@ class Site:
 
 
 def set_numerics(precision: Precision, setup: Setup) -> None:
-    """On a GPU matrices multiply in TF32 unless fp32 was asked for; on a CPU small steps run on one thread, since
-    several would mostly wait for each other.
+    """On a GPU products and convolutions are in TF32 unless fp32 was asked for; on a CPU small steps run on one thread,
+    since several would mostly wait for each other.
     """
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
     batch = setup.local.batch_size or int(setup.sizes.max())
     if setup.space.size * batch < ONE_THREAD_BELOW:
         torch.set_num_threads(1)

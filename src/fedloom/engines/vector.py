@@ -245,7 +245,8 @@ class Vector:
         beside = difference(fast, plain, cohort, sizes)
         allowed = 1e-6 if dtype == torch.float64 else 0.5 if self.task.precision == "bf16" else 0.1
         if beside > allowed:
-            unit = TF32 if dtype == torch.float32 and self.setup.device.type == "cuda" else torch.finfo(dtype).eps
+            rough = dtype == torch.float32 and self.setup.device.type == "cuda" and self.task.precision != "fp32"
+            unit = TF32 if rough else torch.finfo(dtype).eps
             allowed = max(allowed, min(difference(nudged(plain, cohort, unit), plain, cohort, sizes), CHAOS))
         if beside > allowed:
             LOG.warning("torch.compile made another step of it (%.2g steps away), so steps run without it", beside)
