@@ -1478,8 +1478,8 @@ def test_an_interrupt_between_state_and_history(monkeypatch: pytest.MonkeyPatch,
     assert [row["round"] for row in result.history] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("precision", "products", "inside"), [("auto", "high", True), ("fp32", "highest", False)])
-def test_precision_covers_products_and_convolutions(precision: Any, products: str, inside: bool) -> None:
+@pytest.mark.parametrize(("precision", "products", "convolved"), [("auto", "high", True), ("fp32", "highest", False)])
+def test_precision_covers_products_and_convolutions(precision: Any, products: str, convolved: bool) -> None:
     """During a run, and no longer."""
 
     def settings() -> tuple[str, bool]:
@@ -1489,5 +1489,5 @@ def test_precision_covers_products_and_convolutions(precision: Any, products: st
     seen: list[tuple[str, bool]] = []
     data = fl.Federation.from_tensor(torch.randn(8, 3), torch.arange(8) % 2, [0, 4, 8])
     fl.fit(nn.Linear(3, 2), data, rounds=1, precision=precision, callbacks=[lambda _: seen.append(settings())])
-    assert seen == [(products, inside)]
+    assert seen == [(products, convolved)]
     assert settings() == before

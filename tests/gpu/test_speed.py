@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fedloom as fl
+from fedloom.engines.vector import Vector
 from fedloom.errors import RunError
 from fedloom.lockstep import run_together
 from fedloom.memory import Memory, Room
@@ -59,6 +60,20 @@ def test_loop_graph_and_compiled_agree(method: str, norm: bool, caplog: pytest.L
     assert "torch.compile" not in caplog.text
     assert apart(graph.params, loop.params) < 1e-9
     assert apart(compiled.params, loop.params) < 1e-9
+
+
+def test_every_recording_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """As in long runs: also for the clients that go on when most have finished."""
+    settings: dict[str, Any] = {"rounds": 3, "clients_per_round": 7, "local": LOCAL, "device": "cuda"}
+    plain = fl.fit(network(), pictures(), "fedavg", engine="loop", **settings)
+    run = Training(network(), pictures(), "fedavg", engine="vector", compile=True, **settings)
+    engine = run.simulation.engine
+    assert isinstance(engine, Vector)
+    engine.gains = lambda rows, steps: True
+    found = run.run()
+    assert len({rows for cohort in engine.kept for rows, _ in cohort.recorded}) >= 3
+    assert "torch.compile" not in caplog.text
+    assert apart(found.params, plain.params) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["char-lstm(hidden=8)", "bilstm(hidden=8, dropout=0.2)"])
