@@ -16,7 +16,7 @@ import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import choose, graph, vector
 from fedloom.engines.bands import banded
-from fedloom.engines.choose import Wishes, bytes_of, worth_compiling
+from fedloom.engines.choose import Wishes, bytes_of, usual_steps, worth_compiling
 from fedloom.engines.cohort import Asked, Cohort
 from fedloom.engines.convolution import form, is_traced
 from fedloom.engines.kernels import faster
@@ -396,8 +396,8 @@ def test_what_is_played_often_is_compiled(monkeypatch: pytest.MonkeyPatch, caplo
     recording(monkeypatch)
     asked: list[tuple[int, int]] = []
 
-    def gains(rows: int, steps: int) -> bool:
-        asked.append((rows, steps))
+    def gains(rows: int, room: int) -> bool:
+        asked.append((rows, room))
         return rows < 7
 
     compilations = watched(monkeypatch)
@@ -412,7 +412,7 @@ def test_what_is_played_often_is_compiled(monkeypatch: pytest.MonkeyPatch, caplo
         assert isinstance(engine, Vector)
         engine.graphs, engine.gains = True, gains
         found = run.run()
-        assert asked == [(7, 1), (4, 1), (1, 2)][whole:]
+        assert asked == [(7, 7), (4, 7), (1, 7)][whole:]
         assert len(compilations) == 2 + whole
         assert apart(found.params, plain.params) < 1e-9
     assert "torch.compile" not in caplog.text
@@ -423,7 +423,7 @@ def test_runs_in_lockstep_are_compiled_for_the_rows_of_all(monkeypatch: pytest.M
     recording(monkeypatch)
     asked: list[int] = []
 
-    def gains(rows: int, steps: int) -> bool:
+    def gains(rows: int, room: int) -> bool:
         asked.append(rows)
         return False
 
@@ -440,13 +440,20 @@ def test_runs_in_lockstep_are_compiled_for_the_rows_of_all(monkeypatch: pytest.M
 
 
 def test_who_says_no_gets_no_compiled_step() -> None:
-    """The rule is asked for more rows than a run has alone only where it was asked for those."""
     long: dict[str, Any] = {"rounds": 10**9, "engine": "vector", "device": "cpu"}
     for compile, wanted in ((None, bool(shutil.which("g++"))), (False, False)):
         engine = Training(dense(), federation(), "fedavg", compile=compile, **long).simulation.engine
         assert isinstance(engine, Vector)
-        assert engine.gains(7, 1) is wanted
-        assert not engine.gains(7, 0)
+        assert engine.gains(7, 7) is wanted
+
+
+def test_how_many_steps_a_part_of_a_cohort_takes() -> None:
+    """Clients of 1, 2 and 4 batches, a half and two quarters: of 100 all take one step, 50 another and 25 two more."""
+    sizes = torch.tensor([8] * 50 + [16] * 25 + [32] * 25)
+    setup = Training(dense(), federation(), "fedavg", rounds=1, local=fl.Local(batch_size=8)).simulation.setup
+    setup = replace(setup, sizes=sizes[torch.randperm(100)])
+    assert [usual_steps(setup, rows, 100) for rows in (100, 64, 32, 16, 8)] == [1, 1, 2, 0, 0]
+    assert [usual_steps(setup, rows, 50) for rows in (50, 32, 16, 8)] == [1, 1, 2, 0]
 
 
 def test_how_far_rounding_carries_a_step() -> None:
@@ -510,7 +517,7 @@ def planned(rounds: int, device: str = "cuda") -> bool:
     small = Training(model, data, "fedavg", rounds=1, device="cpu").simulation.setup
     local = fl.Local(epochs=5, batch_size=45)
     setup = replace(small, sizes=sizes, clients=100, per_round=10, local=local, device=torch.device(device))
-    return worth_compiling(setup, 700_000, rounds, rows=10, steps=local.count_steps(500))
+    return worth_compiling(setup, 700_000, rounds, rows=10, room=10)
 
 
 def test_only_long_runs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

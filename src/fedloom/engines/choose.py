@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -115,10 +116,11 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                 fits = min(fits, wishes.budget(setup.device) // _largest_client(federation))
                 if wanted:
                     LOG.warning("compile: the samples are on disk, so steps run without it")
-            ruled = stays and wanted is not False and not is_recurrent(task.model)  # or each step in time is compiled
-            gains = partial(worth_compiling, setup, tried.activations, rounds) if ruled else never
+            gains: Callable[[int, int], bool] = never  # of a recurrent net every step in time would be compiled anew
+            if stays and wanted is not False and not is_recurrent(task.model):
+                gains = partial(worth_compiling, setup, tried.activations, rounds)
             if wanted is None:
-                wanted = gains(setup.per_round, setup.local.count_steps(int(setup.sizes.median())))
+                wanted = gains(setup.per_round, setup.per_round)
             engine = _on_cores(
                 Vector(
                     task,
@@ -138,8 +140,8 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
     return _on_cores(Loop(task, federation, setup)), why
 
 
-def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, steps: int) -> bool:
-    """Will a run with so many steps of so many rows in every round save at least twice what compiling them costs? On a
+def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, room: int) -> bool:
+    """Will a run save at least twice what compiling costs, if the step of so many rows of a cohort is compiled? On a
     CPU that takes a C++ compiler.
     """
     tensors, matrix = len(setup.space.names), rows * setup.space.size * setup.space.dtype.itemsize
@@ -150,7 +152,20 @@ def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, step
         saved = SAVED_ON_CPU + matrix * SAVED_PER_BYTE_ON_CPU
     else:
         return False
-    return rounds * steps * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
+    return rounds * usual_steps(setup, rows, room) * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
+
+
+def usual_steps(setup: Setup, rows: int, room: int) -> int:
+    """How many steps of a cohort more than half of `rows` clients take, but not more than `rows`; all of them up to
+    there, where `rows` is the whole `room`. A client that is one of n in a cohort to take a step is larger than all but
+    an n-th part of all clients.
+    """
+
+    def until(n: float) -> int:
+        size = setup.sizes.double().quantile(1 - n / room, interpolation="lower")
+        return setup.local.count_steps(int(size))
+
+    return until(rows / 2) - (until(rows) if rows < room else 0)
 
 
 def _batch(setup: Setup) -> int:

@@ -44,7 +44,7 @@ TF32 = 2.0**-11  # the share of a number that is lost when products round it
 TABLE = 1 << 24  # entries of a table of samples that may be set aside for the longest client there is
 
 
-def never(rows: int, steps: int) -> bool:
+def never(rows: int, room: int) -> bool:
     return False
 
 
@@ -58,7 +58,7 @@ class Vector:
     mixes: bool = False  # the samples of a batch touch each other
     graphs: bool = False  # record steps and play them again
     compile: bool = False  # compile the step of a whole cohort
-    gains: Callable[[int, int], bool] = never  # is a recording of so many rows, played so often in a Work, compiled?
+    gains: Callable[[int, int], bool] = never  # is a step of so many rows, in a cohort of so many, to be compiled?
     together: int = 1 << 30  # rows that fit into memory at once
     name: str = "vector"
     kept: list[Cohort] = field(default_factory=list, init=False)  # whose memory is used again
@@ -194,11 +194,10 @@ class Vector:
                 with TURNSTILE.beside():
                     self._mixed_step(cohort, lengths[s, :n], s)
             else:
-                width = longest_now if self.mixes or not self._keeps else self._width(longest_now)
-                self._next(cohort, n, width, active)
+                self._next(cohort, n, longest_now if self.mixes or not self._keeps else self._width(longest_now))
 
-    def _next(self, cohort: Cohort, n: int, width: int, active: np.ndarray) -> None:
-        """The next step of the first n rows, in the fastest form that there is; `active` are the rows of all steps."""
+    def _next(self, cohort: Cohort, n: int, width: int) -> None:
+        """The next step of the first n rows, in the fastest form that there is."""
         _, room, widest = cohort.room
         whole = self.compile and width == widest and 2 * n > room
         if not whole and not self.graphs:
@@ -207,8 +206,7 @@ class Vector:
             return
         rows = room if 2 * n > room else _power_of_two(n)
         if (rows, width) not in cohort.recorded:
-            often = int(((2 * active > rows) & (active <= rows)).sum())
-            worth = whole or (width == widest and self.gains(rows, often))
+            worth = whole or (width == widest and self.gains(rows, room))
             cohort.recorded[rows, width] = self._prepared(cohort, rows, width, worth)
         with TURNSTILE.beside():
             cohort.recorded[rows, width]()
@@ -331,7 +329,7 @@ class Vector:
         held = {name: values[rows] for name, values in cohort.buffers.items()}
         keys = None if cohort.keys is None else cohort.keys[rows]
         samples, lengths = upload_all([ordered.samples, ordered.lengths], scores.device)
-        squares = torch.zeros(len(rows), dtype=torch.float64, device=scores.device)
+        squares = torch.zeros(lengths.shape, dtype=torch.float64, device=scores.device)
         for steps, places in self._scored_together(ordered.lengths, cohort):
             step, width = int(steps[0]), int(ordered.lengths[steps, places].max())
             when, own = upload_all([steps, places], scores.device)
@@ -341,8 +339,8 @@ class Vector:
             gradient, _ = self.gradients(cohort.x[rows[own]], part, batch, counts, drawn, step, clean=True)
             for name, values in part.items():
                 held[name][own] = values
-            squares.index_add_(0, own, torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64).square())
-        scores[upload(order[turn], scores.device)] = squares / upload(ordered.steps, scores.device)
+            squares[when, own] = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64).square()
+        scores[upload(order[turn], scores.device)] = squares.sum(0) / upload(ordered.steps, scores.device)
 
     def _scored_together(self, lengths: np.ndarray, cohort: Cohort) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Steps and places of the batches [S, K] that are scored at once: as many as there is room for, where neither
