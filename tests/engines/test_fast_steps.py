@@ -453,7 +453,7 @@ def test_how_many_steps_a_part_of_a_cohort_takes() -> None:
 
 
 def test_how_far_rounding_carries_a_step() -> None:
-    """A step of A x from an x that is off by a share u is off by A (u x); in the model itself nothing is left of u."""
+    """In proportion to the rounding and to how steep the step is; of the nudge itself nothing is left in the model."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 20, generator=generator, dtype=torch.float64)
     for steepness in (1.0, 100.0):
@@ -491,7 +491,7 @@ def test_a_step_that_rounding_decides_may_differ_by_as_much(
     assert "another step" not in caplog.text
     monkeypatch.setattr(vector, "CHAOS", 0.4)
     fl.fit(model, federation(), compile=True, **settings)
-    assert "torch.compile made another step of it (0.49 steps away)" in caplog.text  # of 1.01
+    assert "torch.compile made another step of it (0.49 steps away)" in caplog.text  # 0.5 / 1.01
 
 
 def cohort_of(x: Tensor) -> Cohort:
