@@ -386,22 +386,22 @@ def test_gradients_of_rounding_alone_are_no_difference() -> None:
 
 
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, a step for every power of two of rows; it is played again by being run again."""
+    """As on a GPU, with steps for fewer rows; they are played again by being run again."""
     monkeypatch.setattr(vector, "recorded", lambda run, cohort, pool: run)
 
 
 @needs_compiler
 def test_what_is_played_often_is_compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Clients of 4, 2, 2, 1, 1, 1 and 1 batches: a step of seven rows, one of three (recorded for four), two of one."""
+    """Clients of 4, 2, 1, 1, 1, 1 and 1 batches: a step of seven rows, one of two, two of one."""
     recording(monkeypatch)
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, int]] = []
 
-    def gains(rows: int, room: int) -> bool:
-        asked.append((rows, room))
-        return rows == 4
+    def gains(rows: int, width: int, room: int) -> bool:
+        asked.append((rows, width, room))
+        return rows == 2
 
     compilations = watched(monkeypatch)
-    data = federation(sizes=[0, 7, 20, 26, 58, 65, 70, 83])  # 7, 13, 6, 32, 7, 5 and 13 samples
+    data = federation(sizes=[0, 7, 20, 26, 58, 65, 70, 76])  # 7, 13, 6, 32, 7, 5 and 6 samples
     settings: dict[str, Any] = {"rounds": 3, "clients_per_round": 7, "local": fl.Local(batch_size=8, lr=0.1)}
     plain = fl.fit(dense(), data, engine="loop", **settings)
     run = Training(dense(), data, "fedavg", engine="vector", **settings)
@@ -409,7 +409,7 @@ def test_what_is_played_often_is_compiled(monkeypatch: pytest.MonkeyPatch, caplo
     assert isinstance(engine, Vector)
     engine.graphs, engine.gains = True, gains
     found = run.run()
-    assert asked == [(7, 7), (4, 7), (1, 7)]
+    assert asked == [(7, 8, 7), (2, 8, 7), (1, 8, 7)]
     assert len(compilations) == 1
     assert apart(found.params, plain.params) < 1e-9
     assert "torch.compile" not in caplog.text
@@ -419,7 +419,7 @@ def test_runs_in_lockstep_are_compiled_for_the_rows_of_all(monkeypatch: pytest.M
     recording(monkeypatch)
     asked: list[int] = []
 
-    def gains(rows: int, room: int) -> bool:
+    def gains(rows: int, width: int, room: int) -> bool:
         asked.append(rows)
         return False
 
@@ -435,21 +435,68 @@ def test_runs_in_lockstep_are_compiled_for_the_rows_of_all(monkeypatch: pytest.M
     assert max(asked) == 12
 
 
+def test_runs_in_lockstep_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clients have less than half a batch, so that cohorts of each width differ from round to round; the client
+    with the most samples is one of the second run alone. What was recorded in the first rounds serves the later ones.
+    """
+    recording(monkeypatch)
+    made: list[tuple[int, int, int]] = []
+    original = Cohort.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: type[Cohort], local: fl.Local, like: Asked, rows: int, steps: int, width: int) -> Cohort:
+        made.append((rows, steps, width))
+        found: Cohort = original(cls, local, like, rows, steps, width)
+        return found
+
+    monkeypatch.setattr(Cohort, "of", classmethod(of))
+    sizes = [3, 9, 16, 24] * 25 + [64]
+    x, y = torch.randn(sum(sizes), 6, dtype=torch.float64), torch.randint(0, 3, (sum(sizes),))
+    whole = fl.Federation.from_tensor(x, y, np.cumsum([0, *sizes]).tolist())
+    pooled = [whole.only(torch.arange(100)), whole]
+    settings: dict[str, Any] = {"rounds": 12, "clients_per_round": 40, "local": fl.Local(batch_size=8, lr=0.1)}
+    runs = [Training(dense(), own, "fedavg", seed=i, engine="vector", **settings) for i, own in enumerate(pooled * 2)]
+    for run in runs:
+        assert isinstance(run.simulation.engine, Vector)
+        run.simulation.engine.graphs = True
+        assert run.simulation.federation.x is runs[0].simulation.federation.x
+    run_together(runs, [[] for _ in runs])
+    assert sorted(made) == [(64, 8, 4), (128, 8, 8)]
+
+
 def test_who_says_no_gets_no_compiled_step() -> None:
     long: dict[str, Any] = {"rounds": 10**9, "engine": "vector", "device": "cpu"}
     for compile, wanted in ((None, bool(shutil.which("g++"))), (False, False)):
-        engine = Training(dense(), federation(), "fedavg", compile=compile, **long).simulation.engine
+        alike = federation(sizes=list(range(0, 92, 13)))  # seven clients of 13 samples, so of batches of 9 to 16
+        engine = Training(dense(), alike, "fedavg", compile=compile, **long).simulation.engine
         assert isinstance(engine, Vector)
-        assert engine.gains(7, 7) is wanted
+        assert engine.compile is wanted
+        assert engine.gains(7, 16, 7) is wanted
 
 
 def test_how_many_steps_a_part_of_a_cohort_takes() -> None:
-    """Clients of 1, 2 and 4 batches, a half and two quarters: of 100 all take one step, 50 another and 25 two more."""
+    """Clients of 1, 2 and 4 batches, a half and two quarters: of 100 all take one step, 50 another and 25 two more. As
+    many more, whose samples are less than half a batch, step beside them.
+    """
     sizes = torch.tensor([8] * 50 + [16] * 25 + [32] * 25)
     setup = Training(dense(), federation(), "fedavg", rounds=1, local=fl.Local(batch_size=8)).simulation.setup
     setup = replace(setup, sizes=sizes[torch.randperm(100)])
-    assert [usual_steps(setup, rows, 100) for rows in (100, 64, 32, 16, 8)] == [1, 1, 2, 0, 0]
-    assert [usual_steps(setup, rows, 50) for rows in (50, 32, 16, 8)] == [1, 1, 2, 0]
+    assert [usual_steps(setup, rows, 8, 100) for rows in (100, 64, 48, 32, 16)] == [1, 1, 0, 2, 0]
+    assert [usual_steps(setup, rows, 8, 50) for rows in (50, 32, 16, 8)] == [1, 1, 2, 0]
+    assert not any(usual_steps(setup, rows, 4, 100) for rows in (100, 64, 32))
+    more = replace(setup, sizes=torch.cat([sizes, torch.full((100,), 3)])[torch.randperm(200)])
+    assert [usual_steps(more, rows, 8, 200) for rows in (200, 128, 96, 64, 48, 32, 16)] == [0, 1, 0, 1, 0, 2, 0]
+    assert [usual_steps(more, rows, 4, 200) for rows in (200, 128, 96)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 7, 10, 33, 60, 100, 245, 270, 1000])
+def test_recordings_for_fewer_rows(room: int) -> None:
+    """No row too few, none twice; but for all rows at most twice as many as clients, above 32 half as many again."""
+    found = graph.rows_of_recordings(room)
+    assert list(found) == sorted(set(found))
+    assert found[-1] == room
+    for n in range(1, room + 1):
+        rows = next(size for size in found if size >= n)
+        assert rows <= (2 * n if rows <= 32 else 1.5 * n) or rows == room
 
 
 def test_how_far_rounding_carries_a_step() -> None:
@@ -510,7 +557,7 @@ def planned(rounds: int, device: str = "cuda") -> bool:
     small = Training(model, data, "fedavg", rounds=1, device="cpu").simulation.setup
     local = fl.Local(epochs=5, batch_size=45)
     setup = replace(small, sizes=sizes, clients=100, per_round=10, local=local, device=torch.device(device))
-    return worth_compiling(setup, 700_000, rounds, rows=10, room=10)
+    return worth_compiling(setup, 700_000, rounds, rows=10, width=45, room=10)
 
 
 def test_only_long_runs_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_every_recording_compiled(caplog: pytest.LogCaptureFixture) -> None:
     run = Training(network(), pictures(), "fedavg", engine="vector", compile=True, **settings)
     engine = run.simulation.engine
     assert isinstance(engine, Vector)
-    engine.gains = lambda rows, room: True
+    engine.gains = lambda rows, width, room: True
     found = run.run()
     assert len({rows for cohort in engine.kept for rows, _ in cohort.recorded}) >= 3
     assert "torch.compile" not in caplog.text

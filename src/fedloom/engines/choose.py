@@ -4,15 +4,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedloom.engines.graph import rows_of_recordings
 from fedloom.engines.loop import Loop
+from fedloom.engines.plan import width_of
 from fedloom.engines.rule import rule
 from fedloom.engines.threads import Threads, draws_itself
 from fedloom.engines.trial import mixes_samples, trial
@@ -116,11 +117,11 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                 fits = min(fits, wishes.budget(setup.device) // _largest_client(federation))
                 if wanted:
                     LOG.warning("compile: the samples are on disk, so steps run without it")
-            gains: Callable[[int, int], bool] = never  # of a recurrent net every step in time would be compiled anew
+            gains = never  # of a recurrent net every step in time would be compiled anew
             if stays and wanted is not False and not is_recurrent(task.model):
                 gains = partial(worth_compiling, setup, tried.activations, rounds)
             if wanted is None:
-                wanted = gains(setup.per_round, setup.per_round)
+                wanted = any(gains(setup.per_round, width, setup.per_round) for width in _sizes_by_width(setup))
             engine = _on_cores(
                 Vector(
                     task,
@@ -140,32 +141,47 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
     return _on_cores(Loop(task, federation, setup)), why
 
 
-def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, room: int) -> bool:
-    """Will a run save at least twice what compiling costs, if the step of so many rows of a cohort is compiled? On a
-    CPU that takes a C++ compiler.
+def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, width: int, room: int) -> bool:
+    """Will a run save at least twice what compiling costs, if the step of so many rows of a cohort, with batches of
+    this width, is compiled? On a CPU that takes a C++ compiler.
     """
     tensors, matrix = len(setup.space.names), rows * setup.space.size * setup.space.dtype.itemsize
     if setup.device.type == "cuda":
-        touched = rows * _batch(setup) * activations + 2 * matrix
+        touched = rows * width * activations + 2 * matrix
         saved = tensors * SAVED_PER_TENSOR + touched * SAVED_PER_BYTE
     elif shutil.which("g++"):
         saved = SAVED_ON_CPU + matrix * SAVED_PER_BYTE_ON_CPU
     else:
         return False
-    return rounds * usual_steps(setup, rows, room) * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
+    return rounds * usual_steps(setup, rows, width, room) * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
 
 
-def usual_steps(setup: Setup, rows: int, room: int) -> int:
-    """How many steps of a cohort more than half of `rows` clients take, but not more than `rows`; all of them up to
-    there, where `rows` is the whole `room`. A client that is one of n in a cohort to take a step is larger than all but
-    an n-th part of all clients.
+def usual_steps(setup: Setup, rows: int, width: int, room: int) -> int:
+    """How many steps of a cohort are played by the recording for `rows`, where `room` clients are asked and those with
+    batches of this width step together. One that is the n-th of m by its size is larger than all but an n-th part of
+    them.
     """
+    local, sizes = setup.local, _sizes_by_width(setup).get(width, setup.sizes[:0])
+    asked = room * len(sizes) / len(setup.sizes)
 
-    def until(n: float) -> int:
-        size = setup.sizes.double().quantile(1 - n / room, interpolation="lower")
-        return setup.local.count_steps(int(size))
+    def until(n: int) -> int:
+        """Steps that more than n clients take."""
+        if n >= asked:
+            return 0
+        return local.count_steps(int(sizes.double().quantile(1 - n / asked, interpolation="lower")))
 
-    return until(rows / 2) - (until(rows) if rows < room else 0)
+    fewer = [size for size in rows_of_recordings(room) if size < rows]
+    return until(fewer[-1] if fewer else 0) - until(rows)
+
+
+def _sizes_by_width(setup: Setup) -> dict[int, Tensor]:
+    """Clients' sizes, by how many places their longest batch gets."""
+    widths = {
+        size: width_of(max(setup.local.batch_lengths(size), default=0), _batch(setup))
+        for size in set(setup.sizes.tolist())
+    }
+    of_each = torch.tensor([widths[size] for size in setup.sizes.tolist()])
+    return {width: setup.sizes[of_each == width] for width in set(widths.values())}
 
 
 def _batch(setup: Setup) -> int:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from threading import Condition
 from typing import Any
 
@@ -14,6 +14,7 @@ from fedloom.data.files import cache_folder
 from fedloom.engines.cohort import Cohort
 
 Step = Callable[[Cohort], None]
+LONGER_BY_ROWS = 32  # rows from which on a step takes longer the more of them there are
 
 
 class Turnstile:
@@ -147,3 +148,19 @@ def recorded(run: Callable[[], Any], cohort: Cohort, pool: list[Any]) -> Callabl
     with torch.cuda.graph(graph, pool=pool[0]):
         run()
     return graph.replay
+
+
+@cache
+def rows_of_recordings(room: int) -> tuple[int, ...]:
+    """For how many rows steps of a cohort are recorded: all of them, and powers of two up to a half. Where a step takes
+    the longer the more rows it has, some in between as well.
+
+    >>> rows_of_recordings(10)
+    (1, 2, 4, 10)
+    >>> rows_of_recordings(256)
+    (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+    """
+    powers = [1 << k for k in range(room.bit_length())]
+    between = [3 * power // 2 for power in powers if power >= LONGER_BY_ROWS]
+    fewer = [rows for rows in powers + between if rows <= (0.8 if rows >= LONGER_BY_ROWS else 0.5) * room]
+    return (*sorted(fewer), room)

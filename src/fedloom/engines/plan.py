@@ -98,3 +98,15 @@ def keys_of(setup: Setup, federation: Federation, model: nn.Module, work: Work) 
     asked = zip(work.clients.tolist(), work.occurrence.tolist(), strict=True)
     words = [client_key(setup.seed, work.w, client, i).tolist() for client, i in asked]
     return torch.tensor(words, dtype=torch.int64).reshape(-1, 2).to(work.start.device, non_blocking=True)
+
+
+def width_of(longest: int, most: int) -> int:
+    """How many places batches of this length get, where none is longer than `most`: few different numbers, so that few
+    recordings are made.
+    """
+    return min(power_of_two(longest), max(most, longest))
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()

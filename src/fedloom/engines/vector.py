@@ -5,9 +5,9 @@ sorted by how many steps they take, so that those who still train are always the
 computed again. A short batch is filled up with a sample of its own client, whose loss counts nothing; where the samples
 of a batch touch each other (batch norm), clients with batches of one length step together instead.
 
-On a GPU a step is recorded once as a CUDA graph and played again; for clients that finish early there is a recording
-for every power of two of rows, for short batches one for every power of two of samples, and a row that has finished
-stays as it is. What is played often is compiled first. The Works of several runs may be one cohort, row under row.
+On a GPU a step is recorded once as a CUDA graph and played again; for clients that finish early there are recordings
+of fewer rows, for short batches one for every power of two of samples, and a row that has finished stays as it is. What
+is played often is compiled first. The Works of several runs may be one cohort, row under row.
 """
 
 import logging
@@ -26,9 +26,9 @@ from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.cohort import Asked, Cohort, upload, upload_all
 from fedloom.engines.dropout import keyed
-from fedloom.engines.graph import TURNSTILE, compiled, difference, nudged, recorded, try_out
+from fedloom.engines.graph import TURNSTILE, compiled, difference, nudged, recorded, rows_of_recordings, try_out
 from fedloom.engines.kernels import faster
-from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan
+from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan, power_of_two, width_of
 from fedloom.errors import out_of_memory
 from fedloom.federation import Federation
 from fedloom.models.recurrent import set_fused
@@ -44,7 +44,7 @@ TF32 = 2.0**-11  # the share of a number that is lost when products round it
 TABLE = 1 << 24  # entries of a table of samples that may be set aside for the longest client there is
 
 
-def never(rows: int, room: int) -> bool:
+def never(rows: int, width: int, room: int) -> bool:
     return False
 
 
@@ -58,7 +58,7 @@ class Vector:
     mixes: bool = False  # the samples of a batch touch each other
     graphs: bool = False  # record steps and play them again
     compile: bool = False  # compile the step of a whole cohort
-    gains: Callable[[int, int], bool] = never  # is a step of so many rows, in a cohort of so many, to be compiled?
+    gains: Callable[[int, int, int], bool] = never  # is a step of `rows`, of batches of `width`, to be compiled?
     together: int = 1 << 30  # rows that fit into memory at once
     name: str = "vector"
     kept: list[Cohort] = field(default_factory=list, init=False)  # whose memory is used again
@@ -74,6 +74,7 @@ class Vector:
         """The Works of this and other runs with the same model, loss, samples and local settings, as one cohort."""
         self.task.model.train()
         clients = [(one, work, k) for one, work in parts for k in range(len(work))]
+        longest = max(self.setup.local.count_steps(int(one.setup.sizes.max())) for one, _ in parts)
         batches = [own for one, work in parts for own in batches_of(one.setup, one.federation, work)]
         asked = _asked(parts)
         done = _Done.like(asked, scored=any("final_score" in work.wants for _, work in parts))
@@ -84,7 +85,8 @@ class Vector:
                 engine, chunk = self._holding([clients[k] for k in places])
                 planned = plan([batches[k].at(there) for k, there in zip(places, _there(chunk), strict=True)])
                 order = np.array(places)[planned.order]
-                engine._train(asked.only(order), planned, order, [chunk[i] for i in planned.order], done)
+                cohort = engine._cohort(asked.only(order), planned, len(clients), longest)
+                engine._train(cohort, asked.only(order), planned, order, [chunk[i] for i in planned.order], done)
                 continue
             except RuntimeError as error:
                 if not out_of_memory(error) or (fresh and len(places) == 1):
@@ -121,15 +123,11 @@ class Vector:
         """Clients that step together: with batches of about the same length, and no more than fit."""
         by_width: dict[int, list[int]] = {}
         for k, own in enumerate(batches):
-            by_width.setdefault(self._width(own.longest), []).append(k)
+            by_width.setdefault(width_of(own.longest, self._most), []).append(k)
         for alike in by_width.values():
             pieces = -(-len(alike) // self.together)
             for piece in np.array_split(np.array(alike), pieces):
                 yield piece.tolist()
-
-    def _width(self, longest: int) -> int:
-        """How many places a batch gets: few different numbers, so that few recordings are made."""
-        return min(_power_of_two(longest), max(self._most, longest))
 
     @cached_property
     def _most(self) -> int:
@@ -141,6 +139,7 @@ class Vector:
 
     def _train(
         self,
+        cohort: Cohort,
         asked: Asked,
         planned: Plan,
         order: np.ndarray,
@@ -153,7 +152,6 @@ class Vector:
         rates = upload(asked.rates[: len(planned.samples)] * (planned.lengths > 0), device)
         tables = [order, seen, steps, planned.samples, planned.lengths]
         there, seen_there, steps_there, samples, lengths = upload_all(tables, device)
-        cohort = self._cohort(asked, planned)
         cohort.fill(asked, samples, lengths, rates)
         self._play(cohort, planned)
         n = len(order)
@@ -167,18 +165,19 @@ class Vector:
             with TURNSTILE.beside():
                 self._score(clients, cohort, order, done.score)
 
-    def _cohort(self, asked: Asked, planned: Plan) -> Cohort:
-        """Memory for a chunk: that of an earlier one where it fits."""
+    def _cohort(self, asked: Asked, planned: Plan, clients: int, longest: int) -> Cohort:
+        """Memory for a chunk: that of an earlier one where it fits, or some that will fit later ones, too. `clients`
+        are asked in all, and no client takes more steps than `longest`.
+        """
         steps, n, widest = planned.samples.shape
         if not self._keeps:
             return Cohort.of(self.setup.local, asked, n, steps, widest)
-        width = self._width(widest)
+        width = width_of(widest, self._most)
         for known in self.kept:
             if known.holds(asked, planned, width):
                 return known
-        rows = max(n, min(self.setup.per_round, self.together))
-        longest = self.setup.local.count_steps(int(self.setup.sizes.max()))
-        room = longest if longest * rows * width <= TABLE else _power_of_two(steps)
+        rows = max(n, min(max(self.setup.per_round, min(clients, power_of_two(n))), self.together))
+        room = longest if longest * rows * width <= TABLE else power_of_two(steps)
         made = Cohort.of(self.setup.local, asked, rows, max(room, steps), width)
         self.kept.append(made)
         del self.kept[:-KEPT]
@@ -194,7 +193,8 @@ class Vector:
                 with TURNSTILE.beside():
                     self._mixed_step(cohort, lengths[s, :n], s)
             else:
-                self._next(cohort, n, longest_now if self.mixes or not self._keeps else self._width(longest_now))
+                exact = self.mixes or not self._keeps
+                self._next(cohort, n, longest_now if exact else width_of(longest_now, self._most))
 
     def _next(self, cohort: Cohort, n: int, width: int) -> None:
         """The next step of the first n rows, in the fastest form that there is."""
@@ -204,9 +204,9 @@ class Vector:
             with TURNSTILE.beside():
                 self.step(cohort, n, width)
             return
-        rows = room if 2 * n > room else _power_of_two(n)
+        rows = next(size for size in rows_of_recordings(room) if size >= n) if self.graphs else room
         if (rows, width) not in cohort.recorded:
-            worth = whole or (width == widest and self.gains(rows, room))
+            worth = whole or (width == widest and self.gains(rows, width, room))
             cohort.recorded[rows, width] = self._prepared(cohort, rows, width, worth)
         with TURNSTILE.beside():
             cohort.recorded[rows, width]()
@@ -440,8 +440,3 @@ def _asked(parts: Sequence[tuple[Vector, Work]]) -> Asked:
         keys=stacked(words).to(device) if words else None,
         raw=any("mean_gradient" in work.wants for work in works),
     )
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest that is not below n."""
-    return 1 << max(n - 1, 0).bit_length()
