@@ -36,6 +36,7 @@ class Case:
     epochs: int
     rounds: tuple[int, int]  # on a CPU, on a GPU
     compiled: tuple[bool, bool] = (False, True)  # measure it compiled too? on a CPU, on a GPU
+    zeros: float = 0.0  # share of inputs that are zero
 
     @property
     def a_round(self) -> int:
@@ -46,6 +47,7 @@ class Case:
 CASES = {
     "cnn": Case("cnn-mcmahan", (3, 32, 32), 10, 100, 500, 10, 45, 5, (1, 60)),
     "mlp": Case("mlp", (784,), 10, 100, 500, 10, 50, 5, (12, 400), (True, True)),
+    "digits": Case("mlp(hidden=[200, 200])", (784,), 10, 100, 700, 6, 10, 1, (12, 400), (True, False), 0.81),
     "logistic": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 1, (200, 300), (True, False)),
     "logistic5": Case("logistic", (60,), 10, 10_000, 20, 100, 20, 5, (50, 200), (True, False)),
     "resnet56": Case("resnet56(variant=basic)", (3, 32, 32), 10, 20, 320, 10, 64, 1, (1, 20), (False, False)),
@@ -58,6 +60,7 @@ def federation(case: Case) -> fl.Federation:
     generator = torch.Generator().manual_seed(0)
     total = case.clients * case.samples
     x = torch.randn(total, *case.inputs, generator=generator)
+    x *= torch.rand(x.shape, generator=generator) >= case.zeros
     y = torch.randint(0, case.classes, (total,), generator=generator)
     few = min(total, 2000)
     return fl.Federation.from_tensor(x, y, torch.arange(0, total + 1, case.samples), test=(x[:few], y[:few]))
@@ -186,6 +189,8 @@ def measure(name: str, device: torch.device, quick: bool, with_peers: bool) -> d
         found[f"vector {method}"] = engine(case, data, device, "vector", method, rounds)
         if case.compiled[on_gpu]:
             found[f"compiled {method}"] = engine(case, data, device, "vector", method, rounds, compiled=True)
+            if not on_gpu:
+                found[f"loop compiled {method}"] = engine(case, data, device, "loop", method, rounds, compiled=True)
     if name == "mlp":
         found["10 runs in lockstep"] = lockstep(case, data, device, 10, max(1, rounds // 5), compiled=on_gpu)
     if with_peers:

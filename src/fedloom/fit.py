@@ -68,10 +68,10 @@ def fit(
     somebody looks on, in a terminal and in a notebook.
 
     `engine` is "loop" (client by client), "vector" (the cohort as one matrix) or "auto", a fixed rule. `compile` says
-    whether a cohort's step is compiled; None does it where a run is long enough to gain from it. `max_memory` is how
-    many bytes of the device (or "8GB") cohorts and what clients remember may take, half each; None is half of what the
-    device has. A cohort that does not fit is trained in pieces, and what clients remember moves to the host and then
-    to the disk.
+    whether a cohort's step, or on a CPU the training of a dense net, is compiled; None does it where a run is long
+    enough to gain from it. `max_memory` is how many bytes of the device (or "8GB") cohorts and what clients remember
+    may take, half each; None is half of what the device has. A cohort that does not fit is trained in pieces, and what
+    clients remember moves to the host and then to the disk.
 
     "ray" splits every cohort over the workers of a Ray cluster: that at `ray_address` ("auto", or "10.0.0.1:6379"), or
     a local one that is started and stopped. There are as many workers as `actors` says, or one per GPU, or per core.

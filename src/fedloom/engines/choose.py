@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fedloom.engines.dense import COMPILE as COMPILE_DENSE
+from fedloom.engines.dense import dense, is_the_same, saved
 from fedloom.engines.graph import rows_of_recordings
 from fedloom.engines.loop import Loop
 from fedloom.engines.plan import width_of
@@ -105,6 +107,9 @@ class Wishes:
 def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int) -> tuple[Engine, str]:
     """An engine, and why it was chosen."""
     name = wishes.engine
+    compiled = _compiled_loop(wishes, task, federation, setup, rounds)
+    if compiled is not None:
+        return _on_cores(compiled), "a dense net on a CPU, compiled"
     wins, why = vector_wins(task.model, setup) if name == "auto" else (name == "vector", "as asked")
     if wins:
         tried = trial(task, federation, setup)
@@ -139,6 +144,26 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
         if name == "vector":
             LOG.warning("engine=vector: %s; clients are trained one after the other instead", tried.why_not)
     return _on_cores(Loop(task, federation, setup)), why
+
+
+def _compiled_loop(wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int) -> Loop | None:
+    """Clients one after the other by compiled code, where the model is a dense net and the run long enough to save
+    twice what compiling costs.
+    """
+    if setup.device.type != "cpu" or wishes.compile is False or wishes.engine == "vector":
+        return None
+    found = dense(task, federation, setup.local)
+    if isinstance(found, str):
+        if wishes.compile and wishes.engine == "loop":
+            LOG.warning("compile: %s, so steps run without it", found)
+        return None
+    if not wishes.compile or wishes.engine == "auto":
+        steps = sum(setup.local.count_steps(size) for size in setup.sizes.tolist()) / len(setup.sizes)
+        gain = saved(found, federation, _batch(setup))
+        least = 0.0 if wishes.compile else 2 * COMPILE_DENSE
+        if rounds * setup.per_round * steps * gain <= least:
+            return None
+    return Loop(task, federation, setup, dense=found) if is_the_same(found, task, federation) else None
 
 
 def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, width: int, room: int) -> bool:
@@ -202,6 +227,8 @@ def _on_cores(engine: Loop | Vector) -> Engine:
     cores = min(torch.get_num_threads(), setup.per_round)
     if setup.device.type != "cpu" or cores < 2:
         return engine
+    if isinstance(engine, Loop) and engine.dense is not None:  # threads wait for nobody in there
+        return Threads.of(engine, cores)
     rows = setup.per_round // cores if isinstance(engine, Vector) else 1
     if rows * _batch(setup) * setup.space.size < rule().shared_from or draws_itself(engine.task, engine.federation):
         return engine

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
+from fedloom.engines.dense import Dense
 from fedloom.engines.dropout import keyed
 from fedloom.engines.plan import Batches, batches_of, keys_of, ordered_batches_of
 from fedloom.engines.step import Optimizer, corrected
@@ -25,8 +26,12 @@ class Loop:
     task: Task
     federation: Federation  # on the device
     setup: Setup
+    dense: Dense | None = None  # the local training of a dense net as compiled code
     name: str = "loop"
-    compile: bool = False
+
+    @property
+    def compile(self) -> bool:
+        return self.dense is not None
 
     def train(self, work: Work) -> Updates:
         self.task.model.train()
@@ -64,31 +69,36 @@ class Loop:
         rates = (work.rates[k] if work.rates.dim() == 2 else work.rates).tolist()
         pull = None if work.pull is None else float(work.pull[k])
         drift = None if work.drift is None else work.drift[k]
-        batches = planned.cut()
-        _seed(start.device, module_seed(self.setup.seed, work.w, int(work.clients[k]), int(work.occurrence[k])))
-
-        x, optimizer = start.clone(), Optimizer.of(local, start)
-        total, seen = start.new_zeros(()), 0
-        gradients = torch.zeros_like(start) if "mean_gradient" in work.wants else None
-        for step, (rate, batch) in enumerate(zip(rates, batches, strict=False)):
-            draws = None if key is None else Draws(key, step)
-            gradient, losses = self._gradient(x, buffers, batch, draws, key, step)
-            if gradients is not None:
-                gradients += gradient
-            optimizer.step(x, corrected(gradient, x, start, pull, drift, local.clip_norm), rate)
-            total, seen = total + losses.sum(), seen + len(losses)
+        raw = "mean_gradient" in work.wants
+        if self.dense is not None:
+            x, total, gradients = self.dense.train(self.federation, start, planned, rates, pull, drift, raw)
+        else:
+            _seed(start.device, module_seed(self.setup.seed, work.w, int(work.clients[k]), int(work.occurrence[k])))
+            x, optimizer = start.clone(), Optimizer.of(local, start)
+            total, gradients = start.new_zeros(()), torch.zeros_like(start) if raw else None
+            for step, (rate, batch) in enumerate(zip(rates, planned.cut(), strict=False)):
+                draws = None if key is None else Draws(key, step)
+                gradient, losses = self._gradient(x, buffers, batch, draws, key, step)
+                if gradients is not None:
+                    gradients += gradient
+                optimizer.step(x, corrected(gradient, x, start, pull, drift, local.clip_norm), rate)
+                total = total + losses.sum()
+        steps = len(planned.lengths)
         extra: State = {}
         if gradients is not None:
-            extra["mean_gradient"] = gradients / max(len(batches), 1)
+            extra["mean_gradient"] = gradients / max(steps, 1)
         if "final_score" in work.wants:
             extra["final_score"] = self._score(x, buffers, int(work.clients[k]), key)
-        return _Run(start, x, buffers, len(batches), total / max(seen, 1), extra)
+        return _Run(start, x, buffers, steps, total / max(int(planned.lengths.sum()), 1), extra)
 
     def _score(self, x: Tensor, buffers: Buffers, client: int, key: Tensor | None) -> Tensor:
         """Mean over the client's batches, in stored order, of the squared norm of the gradient at x."""
+        batches = ordered_batches_of(self.setup, self.federation, [client])[0]
+        if self.dense is not None:
+            return self.dense.squares(self.federation, x, batches).mean()
         untouched = {name: buffer.clone() for name, buffer in buffers.items()}
         squares = []
-        for step, batch in enumerate(ordered_batches_of(self.setup, self.federation, [client])[0].cut()):
+        for step, batch in enumerate(batches.cut()):
             gradient, _ = self._gradient(x, untouched, batch, None, key, step)
             squares.append(gradient.double().square().sum())
         return torch.stack(squares).mean()

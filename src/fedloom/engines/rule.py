@@ -118,6 +118,7 @@ def _measured(clients: int, hidden: int, seconds: float) -> Measured:
                 clients_per_round=clients,
                 local=Local(batch_size=32),
                 engine=engine,
+                compile=False,
                 device="cpu",
             )
             return time.perf_counter() - began

@@ -68,7 +68,7 @@ class RunConfig:
     )
     ray_address: str | None = _setting(None, "Of a Ray cluster: auto, or host:port; left out, a local one is started.")
     actors: int | None = _setting(None, "Workers of a Ray cluster; left out, one per GPU, or per core.")
-    compile: bool | None = _setting(None, "Compile a cohort's step: true, false, or left out for runs that gain by it.")
+    compile: bool | None = _setting(None, "Compile local steps: true, false, or left out for runs that gain by it.")
     max_memory: int | str | None = _setting(None, "Of the device, for cohorts and what clients remember: '8GB'.")
     device: str = _setting("auto", "auto, cpu or cuda.")
     precision: Precision = _setting("auto", "auto (TF32 on a GPU), fp32 or bf16.")
