@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 struct Job {  // what is not wanted is null
@@ -22,11 +23,11 @@ struct Job {  // what is not wanted is null
     const int64_t* samples;  // of all batches, one after the other
     const int64_t* lengths;  // [steps] of the batches
     const double* rates;     // [steps]
-    double pull, decay, momentum;
+    double pull, clip, decay, momentum;
     int64_t nesterov;
     const void *start, *drift;  // flat models
     void *end, *raw;            // flat models: where it ends, and the sum of the gradients before any correction
-    double* squares;            // [steps] squared norms of those gradients
+    double* squares;            // [steps] squared norms of the corrected gradients
 };
 
 namespace {
@@ -89,6 +90,9 @@ struct Layer {
     Matrix<T> out, delta;                            // [batch][outputs], and the loss's gradient with respect to it
     std::vector<Entry<T>> entries;                   // input by input, each from begins[i] to begins[i + 1]
     std::vector<int64_t> begins;
+
+    const Entry<T>* begin(int64_t i) const { return entries.data() + begins[i]; }
+    const Entry<T>* end(int64_t i) const { return entries.data() + begins[i + 1]; }
 };
 
 // Between a Linear's weight [outputs][inputs] and bias [outputs], and a layer's rows.
@@ -125,10 +129,10 @@ void forward(Layer<T>& layer, const std::vector<const T*>& inputs, bool last) {
     const int64_t vectors = layer.out.vectors;
     layer.out.clear(batch);
     for (int64_t i = 0; i <= layer.inputs; i++) {
-        const auto* w = layer.weights[i];
-        for (int64_t e = layer.begins[i]; e < layer.begins[i + 1]; e++) {
-            auto* out = layer.out[layer.entries[e].sample];
-            const T value = layer.entries[e].value;
+        const V<T>* w = layer.weights[i];
+        for (auto e = layer.begin(i), end = layer.end(i); e < end; e++) {
+            V<T>* out = layer.out[e->sample];
+            const T value = e->value;
             for (int64_t v = 0; v < vectors; v++) out[v] += value * w[v];
         }
     }
@@ -154,56 +158,89 @@ double cross_entropy(Layer<T>& layer, int64_t batch, const int64_t* samples, con
     return total;
 }
 
-// The gradient of N vectors of an input's weights, and the step along it; returns the gradient's squares.
-template <class T, int N, bool PLAIN>
-V<T> step(Layer<T>& layer, int64_t i, int64_t at, const Job& job, T rate) {
-    const Entry<T>*first = layer.entries.data() + layer.begins[i], *end = layer.entries.data() + layer.begins[i + 1];
-    V<T> g[N] = {}, squares = {}, *w = layer.weights[i] + at;
-    for (auto e = first; e < end; e++)
-        for (int n = 0; n < N; n++) g[n] += e->value * layer.delta[e->sample][at + n];
-    for (int n = 0; n < N; n++) {
-        if (!PLAIN) {
-            squares += g[n] * g[n];
-            if (layer.raw) layer.raw[i][at + n] += g[n];
-            if (layer.start) g[n] += T(job.pull) * (w[n] - layer.start[i][at + n]);
-            if (layer.drift) g[n] += layer.drift[i][at + n];
-            g[n] += T(job.decay) * w[n];
-            if (layer.momentum) {
-                V<T>& m = layer.momentum[i][at + n];
-                m = T(job.momentum) * m + g[n];
-                g[n] = job.nesterov ? g[n] + T(job.momentum) * m : m;
-            }
+// The loss's gradient with respect to a layer's inputs, which the ReLU below lets pass where they are not zero.
+template <class T>
+void backward(Layer<T>& layer, Layer<T>& below, int64_t batch) {
+    const int64_t vectors = layer.weights.vectors;
+    below.delta.clear(batch);
+    for (int64_t i = 0; i < layer.inputs; i++)
+        for (auto e = layer.begin(i), end = layer.end(i); e < end; e += 2) {  // sums of one alone wait for each other
+            const auto other = e + 1 < end ? e + 1 : e;
+            const V<T>*delta = layer.delta[e->sample], *beside = layer.delta[other->sample], *w = layer.weights[i];
+            V<T> sums = {}, more = {};
+            for (int64_t v = 0; v < vectors; v++) sums += w[v] * delta[v], more += w[v] * beside[v];
+            below.delta.at(e->sample)[i] = sum_of(sums);
+            below.delta.at(other->sample)[i] = sum_of(more);
         }
-        w[n] -= rate * g[n];
-    }
-    return squares;
 }
 
-// A layer's step; on the way the gradient with respect to its inputs, which a ReLU below lets pass where it is not zero.
-template <class T, bool PLAIN>
-double backward(Layer<T>& layer, Layer<T>* below, int64_t batch, const Job& job, T rate) {
-    const int64_t vectors = layer.weights.vectors;
-    double squares = 0;
-    if (below) below->delta.clear(batch);
-    for (int64_t i = 0; i <= layer.inputs; i++) {
-        const Entry<T>*e = layer.entries.data() + layer.begins[i], *end = layer.entries.data() + layer.begins[i + 1];
-        if (PLAIN && e == end) continue;
-        if (below && i < layer.inputs)
-            for (; e < end; e += 2) {  // two at a time: the sums of one alone wait for each other
-                const auto other = e + 1 < end ? e + 1 : e;
-                const V<T>*delta = layer.delta[e->sample], *beside = layer.delta[other->sample], *w = layer.weights[i];
-                V<T> sums = {}, more = {};
-                for (int64_t v = 0; v < vectors; v++) sums += w[v] * delta[v], more += w[v] * beside[v];
-                below->delta.at(e->sample)[i] = sum_of(sums);
-                below->delta.at(other->sample)[i] = sum_of(more);
-            }
-        int64_t v = 0;
-        V<T> squared = {};
-        for (; v + 4 <= vectors; v += 4) squared += step<T, 4, PLAIN>(layer, i, v, job, rate);
-        for (; v < vectors; v++) squared += step<T, 1, PLAIN>(layer, i, v, job, rate);
-        if (!PLAIN) squares += sum_of(squared);
+// Calls f with four vectors at a time, as a constant, and then with one, and where they begin.
+template <class F>
+void pieces(int64_t vectors, F f) {
+    int64_t at = 0;
+    for (; at + 4 <= vectors; at += 4) f(std::integral_constant<int, 4>(), at);
+    for (; at < vectors; at++) f(std::integral_constant<int, 1>(), at);
+}
+
+// Of N vectors of an input's weights: the gradient, and what corrects it.
+template <class T, int N>
+[[gnu::always_inline]] inline void gradient(V<T>* g, Layer<T>& layer, int64_t i, int64_t at) {
+    for (int n = 0; n < N; n++) g[n] = V<T>{};
+    for (auto e = layer.begin(i), end = layer.end(i); e < end; e++) {
+        const V<T>* delta = layer.delta[e->sample] + at;
+        for (int n = 0; n < N; n++) g[n] += e->value * delta[n];
     }
-    return squares;
+}
+
+template <class T, int N>
+[[gnu::always_inline]] inline void correct(V<T>* g, Layer<T>& layer, int64_t i, int64_t at, T pull) {
+    for (int n = 0; n < N; n++) {
+        if (layer.start) g[n] += pull * (layer.weights[i][at + n] - layer.start[i][at + n]);
+        if (layer.drift) g[n] += layer.drift[i][at + n];
+    }
+}
+
+// Of a layer's corrected gradient.
+template <class T>
+double squared_norm(Layer<T>& layer, T pull) {
+    double total = 0;
+    for (int64_t i = 0; i <= layer.inputs; i++) {
+        V<T> squares = {};
+        pieces(layer.weights.vectors, [&](auto count, int64_t at) {
+            V<T> g[count];
+            gradient<T, count>(g, layer, i, at);
+            correct<T, count>(g, layer, i, at, pull);
+            for (int n = 0; n < count; n++) squares += g[n] * g[n];
+        });
+        total += sum_of(squares);
+    }
+    return total;
+}
+
+// A layer's step, its gradient made shorter by `scale`.
+template <class T, bool PLAIN>
+void step(Layer<T>& layer, const Job& job, T rate, T scale) {
+    const T pull = job.pull, decay = job.decay, momentum = job.momentum;
+    for (int64_t i = 0; i <= layer.inputs; i++) {
+        if (PLAIN && layer.begin(i) == layer.end(i)) continue;
+        pieces(layer.weights.vectors, [&](auto count, int64_t at) {
+            V<T> g[count], *w = layer.weights[i] + at;
+            gradient<T, count>(g, layer, i, at);
+            if (!PLAIN) {
+                if (layer.raw)
+                    for (int n = 0; n < count; n++) layer.raw[i][at + n] += g[n];
+                correct<T, count>(g, layer, i, at, pull);
+                for (int n = 0; n < count; n++) g[n] = scale * g[n] + decay * w[n];
+                if (layer.momentum)
+                    for (int n = 0; n < count; n++) {
+                        V<T>& m = layer.momentum[i][at + n];
+                        m = momentum * m + g[n];
+                        g[n] = job.nesterov ? g[n] + momentum * m : m;
+                    }
+            }
+            for (int n = 0; n < count; n++) w[n] -= rate * g[n];
+        });
+    }
 }
 
 // A whole local training; returns the sum of the losses.
@@ -233,8 +270,7 @@ double train(const Job& job) {
         layer.begins.resize(layer.inputs + 2);
         at += (layer.inputs + 1) * layer.outputs;
     }
-    const bool corrected = job.pull != 0 || job.decay != 0 || drift;
-    const bool plain = !corrected && job.momentum == 0 && !raw && !job.squares;
+    const bool plain = job.pull == 0 && !drift && job.clip == 0 && job.decay == 0 && job.momentum == 0 && !raw;
     const int64_t* samples = job.samples;
     std::vector<const T*> seen;
     double total = 0;
@@ -248,13 +284,15 @@ double train(const Job& job) {
             forward(layers[l], seen, l == job.depth - 1);
         }
         total += cross_entropy(layers.back(), batch, samples, job.targets);
-        double squares = 0;
-        for (int64_t l = job.depth - 1; l >= 0; l--) {
-            Layer<T>* below = l ? &layers[l - 1] : nullptr;
-            squares += plain ? backward<T, true>(layers[l], below, batch, job, rate)
-                             : backward<T, false>(layers[l], below, batch, job, rate);
+        for (int64_t l = job.depth - 1; l > 0; l--) backward(layers[l], layers[l - 1], batch);
+        double scale = 1;
+        if (job.clip != 0 || job.squares) {
+            double squares = 0;
+            for (Layer<T>& layer : layers) squares += squared_norm<T>(layer, job.pull);
+            if (job.squares) job.squares[s] = squares;
+            if (job.clip != 0) scale = job.clip / std::max(std::sqrt(squares), job.clip);
         }
-        if (job.squares) job.squares[s] = squares;
+        for (Layer<T>& layer : layers) plain ? step<T, true>(layer, job, rate, 1) : step<T, false>(layer, job, rate, scale);
     }
     at = 0;
     for (Layer<T>& layer : layers) {

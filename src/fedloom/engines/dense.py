@@ -1,7 +1,7 @@
 """Dense nets on a CPU: a client's whole local training as one call of compiled code (dense.cpp).
 
-PyTorch's calls take longer than the arithmetic of a small net's step. The code knows SGD with momentum, weight decay
-and every correction; before a run its first step is compared with the plain one.
+PyTorch's calls take longer than the arithmetic of a small net's step. The code knows SGD with clipping, momentum,
+weight decay and every correction; before a run its first step is compared with the plain one.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedloom.data.files import cache_folder
 from fedloom.engines.plan import Batches
-from fedloom.engines.step import Optimizer
+from fedloom.engines.step import Optimizer, corrected
 from fedloom.federation import Federation
 from fedloom.local import Local
 from fedloom.space import Space
@@ -56,6 +56,7 @@ class Job(ctypes.Structure):
         ("lengths", _PLACE),
         ("rates", _PLACE),
         ("pull", _NUMBER),
+        ("clip", _NUMBER),
         ("decay", _NUMBER),
         ("momentum", _NUMBER),
         ("nesterov", _WHOLE),
@@ -93,6 +94,7 @@ class Dense:
             torch.tensor(rates[: len(batches.lengths)], dtype=torch.float64),
             {"drift": None if drift is None else drift.to(start.dtype), "raw": summed},
             pull=pull or 0.0,
+            clip=local.clip_norm or 0.0,
             decay=local.weight_decay,
             momentum=local.momentum,
             nesterov=int(local.nesterov),
@@ -146,8 +148,8 @@ def dense(task: Task, federation: Federation, local: Local) -> Dense | str:
         return "the loss is not the cross-entropy of one label a sample"
     if task.precision == "bf16" or task.space.dtype not in (torch.float32, torch.float64):
         return "numbers are neither float32 nor float64"
-    if local.optimizer != "sgd" or local.clip_norm is not None:
-        return "the local optimiser is not SGD without clipping"
+    if local.optimizer != "sgd":
+        return "the local optimiser is not SGD"
     if federation.preparation.augment or federation.shards is not None:
         return "samples are augmented, or on disk"
     if not len(federation.y) or not 0 <= int(federation.y.min()) <= int(federation.y.max()) < widths[-1]:
@@ -159,14 +161,14 @@ def dense(task: Task, federation: Federation, local: Local) -> Dense | str:
 
 def is_the_same(found: Dense, task: Task, federation: Federation) -> bool:
     """Is its first step the one of PyTorch?"""
-    start = task.space.flatten(task.model)
+    local, start = found.local, task.space.flatten(task.model)
     batch = np.arange(min(TRIED, len(federation.x)))
     leaf = start.clone().requires_grad_()
     inputs, targets = federation.batch(torch.from_numpy(batch), start.dtype)
     task.model.train()
     (gradient,) = torch.autograd.grad(task.losses(leaf, {}, inputs, targets).mean(), leaf)
     right = start.clone()
-    Optimizer.of(found.local, start).step(right, gradient, 1.0)
+    Optimizer.of(local, start).step(right, corrected(gradient, right, start, None, None, local.clip_norm), 1.0)
     try:
         end = found.train(federation, start, Batches(batch, np.array([len(batch)])), [1.0])[0]
     except (OSError, subprocess.CalledProcessError) as error:
