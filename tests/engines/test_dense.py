@@ -102,7 +102,7 @@ def test_a_training_by_its_equations(widths: tuple[int, ...], settings: dict[str
         g, losses = gradient(x, widths, data.x.numpy()[batch], data.y.numpy()[batch])
         gradients, total = gradients + g, total + losses.sum()
         g = g + settings.get("pull", 0.0) * (x - start) + (0 if drift is None else drift)
-        norms.append(np.linalg.norm(g))
+        norms.append(float(np.linalg.norm(g)))
         g = g * min(1.0, (local.clip_norm or np.inf) / norms[-1]) + local.weight_decay * x
         momentum = local.momentum * momentum + g
         x = x - rate * (g + local.momentum * momentum if local.nesterov else momentum)
