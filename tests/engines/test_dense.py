@@ -1,6 +1,5 @@
 """Dense nets on a CPU by compiled code: the same training, by every method, and only where it is the same one."""
 
-import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -309,27 +308,39 @@ def test_a_compiler_that_fails_costs_a_warning(
     assert not fresh.exists() or not list(fresh.iterdir())
 
 
-def test_only_long_runs_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_only_long_runs_are_compiled() -> None:
+    local = fl.Local(epochs=10, batch_size=4)
     for rounds, compiles in ((1, False), (100_000, True)):
-        run = Training(net(6, 4, 3), federation(), "fedavg", rounds=rounds, device="cpu")
+        run = Training(net(6, 4, 3), federation(), "fedavg", rounds=rounds, local=local, device="cpu")
         assert run.simulation.engine.compile is compiles
         assert isinstance(run.simulation.engine, Loop) is compiles
-    never = Training(net(6, 4, 3), federation(), "fedavg", rounds=100_000, device="cpu", compile=False)
+    never = Training(net(6, 4, 3), federation(), "fedavg", rounds=100_000, local=local, device="cpu", compile=False)
     assert not never.simulation.engine.compile
 
 
-def test_large_batches_without_zeros_are_pytorchs() -> None:
-    """Where arithmetic is all, its products are faster; zeros turn that round."""
-    wide = Dense((784, 200, 200, 10), fl.Local())
-    filled = [torch.full((64, 784), value) for value in (1.0, 0.0)]
-    full, empty = (fl.Federation.from_tensor(x, torch.zeros(64).long(), [0, 64]) for x in filled)
-    assert saved(wide, full, 10) > 0
-    assert saved(wide, full, 512) < 0 < saved(wide, empty, 64)
+def gain(widths: tuple[int, ...], x: Tensor, size: int, vector: bool, **settings: Any) -> float:
+    """Saved for each client of a hundred of one size."""
+    data = fl.Federation.from_tensor(x, torch.zeros(len(x)).long(), [0, len(x)], classes=widths[-1])
+    model, local = net(*widths, dtype=torch.float32), fl.Local(**settings)
+    setup = Training(model, data, "fedavg", rounds=1, local=local, device="cpu").simulation.setup
+    setup = replace(setup, sizes=torch.full((100,), size), per_round=100)
+    return saved(Dense(widths, local), data, setup, vector)
+
+
+def test_where_it_pays() -> None:
+    """As measured: not for many clients of a step or two, which share their calls in one matrix; not where arithmetic
+    is all, for large batches without zeros.
+    """
+    wide, small = (784, 200, 200, 10), (60, 10)
+    full, empty, few = torch.ones(64, 784), torch.zeros(64, 784), torch.ones(64, 60)
+    assert gain(wide, full, 600, False, batch_size=10) > 0
+    assert gain(wide, full, 600, False, batch_size=512) < 0 < gain(wide, empty, 600, False, batch_size=512)
+    assert gain(small, few, 20, True, batch_size=20) < 0 < gain(small, few, 20, False, batch_size=20)
+    assert gain(small, few, 2000, True, batch_size=20, epochs=5) > 0
 
 
 def test_the_choice_is_written_down_and_repeated(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"rounds": 150, "per_round": 10, "batch_size": 4, "epochs": 4, "device": "cpu"}
+    settings: dict[str, Any] = {"rounds": 200, "per_round": 3, "batch_size": 4, "epochs": 8, "device": "cpu"}
     config = RunConfig(data="digits", model="mlp(hidden=[16])", **settings)
     for name, compile in (("first", None), ("again", True)):
         start_run(replace(config, compile=compile, engine="auto" if compile is None else "loop"), tmp_path / name)

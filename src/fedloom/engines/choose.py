@@ -107,10 +107,10 @@ class Wishes:
 def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int) -> tuple[Engine, str]:
     """An engine, and why it was chosen."""
     name = wishes.engine
-    compiled = _compiled_loop(wishes, task, federation, setup, rounds)
+    wins, why = vector_wins(task.model, setup) if name == "auto" else (name == "vector", "as asked")
+    compiled = None if name == "vector" else _compiled_loop(wishes, task, federation, setup, rounds, wins)
     if compiled is not None:
         return _on_cores(compiled), "a dense net on a CPU, compiled"
-    wins, why = vector_wins(task.model, setup) if name == "auto" else (name == "vector", "as asked")
     if wins:
         tried = trial(task, federation, setup)
         if not tried.why_not:
@@ -146,23 +146,23 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
     return _on_cores(Loop(task, federation, setup)), why
 
 
-def _compiled_loop(wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int) -> Loop | None:
-    """Clients one after the other by compiled code, where the model is a dense net and the run long enough to save
-    twice what compiling costs.
+def _compiled_loop(
+    wishes: Wishes, task: Task, federation: Federation, setup: Setup, rounds: int, vector: bool
+) -> Loop | None:
+    """Clients one after the other by compiled code, where the model is a dense net and the run saves twice what
+    compiling costs, compared with the engine that it would have else.
     """
-    if setup.device.type != "cpu" or wishes.compile is False or wishes.engine == "vector":
+    if setup.device.type != "cpu" or wishes.compile is False:
         return None
     found = dense(task, federation, setup.local)
     if isinstance(found, str):
         if wishes.compile and wishes.engine == "loop":
             LOG.warning("compile: %s, so steps run without it", found)
         return None
-    if not wishes.compile or wishes.engine == "auto":
-        steps = sum(setup.local.count_steps(size) for size in setup.sizes.tolist()) / len(setup.sizes)
-        gain = saved(found, federation, _batch(setup))
-        least = 0.0 if wishes.compile else 2 * COMPILE_DENSE
-        if rounds * setup.per_round * steps * gain <= least:
-            return None
+    asked = wishes.compile and wishes.engine == "loop"
+    least = 0.0 if wishes.compile else 2 * COMPILE_DENSE
+    if not asked and rounds * setup.per_round * saved(found, federation, setup, vector) <= least:
+        return None
     return Loop(task, federation, setup, dense=found) if is_the_same(found, task, federation) else None
 
 

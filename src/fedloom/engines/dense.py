@@ -7,6 +7,7 @@ weight decay and every correction; before a run its first step is compared with 
 import ctypes
 import hashlib
 import logging
+import math
 import platform
 import shutil
 import subprocess  # nosec B404  # to call the compiler
@@ -28,6 +29,7 @@ from fedloom.engines.step import Optimizer, corrected
 from fedloom.federation import Federation
 from fedloom.local import Local
 from fedloom.space import Space
+from fedloom.stages import Setup
 from fedloom.task import Task, cross_entropy
 
 LOG = logging.getLogger("fedloom")
@@ -35,10 +37,12 @@ SOURCE = Path(__file__).with_name("dense.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
 TRIED = 64  # samples of the step that is compared, and of those whose zeros are counted
 
-# Seconds, as measured on two cores (benchmarks/README.md).
+# Seconds, as measured on two cores (docs/speed.md).
 COMPILE = 2.0
+CLIENT, CLIENT_NUMBER = 1.5e-4, 2e-9  # of every client, and of each of its parameters: what the code is given and gives
 PRODUCT = 5e-11  # of two numbers that are not zero
-PLAIN_STEP, PLAIN_PRODUCT = 3e-4, 3e-11  # of PyTorch
+LOOP_STEP, LOOP_PRODUCT = 3e-4, 3e-11  # without the code, client by client, and
+VECTOR_STEP, VECTOR_PRODUCT, VECTOR_NUMBER = 3e-4, 8e-11, 3e-9  # as one matrix, whose calls all its clients share
 
 _WHOLE, _NUMBER, _PLACE = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -182,13 +186,20 @@ def is_the_same(found: Dense, task: Task, federation: Federation) -> bool:
     return same
 
 
-def saved(found: Dense, federation: Federation, batch: int) -> float:
-    """Seconds that a step of one client takes less than by PyTorch. Products with inputs of zero cost nothing."""
+def saved(found: Dense, federation: Federation, setup: Setup, vector: bool) -> float:
+    """Seconds that the code takes less for a client's local training than the engine that would be taken without it.
+    Products with inputs of zero cost it nothing.
+    """
+    steps = sum(setup.local.count_steps(size) for size in setup.sizes.tolist()) / len(setup.sizes)
+    batch = min(setup.local.batch_size or math.inf, float(setup.sizes.double().mean()))
     inputs = federation.batch(torch.arange(min(TRIED, len(federation.x))), torch.float32)[0]
-    first, *rest = [(inputs + 1) * outputs for inputs, outputs in pairwise(found.widths)]
-    above = 3 * batch * sum(rest)
     share = float((inputs != 0).double().mean())
-    return PLAIN_STEP + PLAIN_PRODUCT * (2 * batch * first + above) - PRODUCT * (2 * batch * first * share + above)
+    first, *rest = [(inputs + 1) * outputs for inputs, outputs in pairwise(found.widths)]
+    all_products, products = (batch * (2 * part * first + 3 * sum(rest)) for part in (1.0, share))
+    step = LOOP_STEP + LOOP_PRODUCT * all_products
+    if vector:
+        step = VECTOR_STEP / setup.per_round + VECTOR_PRODUCT * all_products + VECTOR_NUMBER * setup.space.size
+    return steps * (step - PRODUCT * products) - CLIENT - CLIENT_NUMBER * setup.space.size
 
 
 def widths_of(model: nn.Module, space: Space) -> tuple[int, ...] | None:
