@@ -16,7 +16,6 @@ import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
 from fedloom.engines import dense as dense_engine
 from fedloom.engines.dense import Dense, dense, function, library, saved, widths_of
-from fedloom.engines.loop import Loop
 from fedloom.engines.plan import Batches
 from fedloom.engines.threads import Threads
 from fedloom.experiment.config import RunConfig
@@ -313,7 +312,7 @@ def test_only_long_runs_are_compiled() -> None:
     for rounds, compiles in ((1, False), (100_000, True)):
         run = Training(net(6, 4, 3), federation(), "fedavg", rounds=rounds, local=local, device="cpu")
         assert run.simulation.engine.compile is compiles
-        assert isinstance(run.simulation.engine, Loop) is compiles
+        assert (run.simulation.engine.name == "loop") is compiles
     never = Training(net(6, 4, 3), federation(), "fedavg", rounds=100_000, local=local, device="cpu", compile=False)
     assert not never.simulation.engine.compile
 
