@@ -241,6 +241,15 @@ def test_what_it_can_not_train_is_trained_without_it(
     run.run()
 
 
+def test_a_layer_over_parts_of_a_sample_is_trained_without_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Flatten(), nn.ReLU(), nn.Linear(15, 3)).double()
+    data = federation((3, 4))
+    run = Training(model, data, "fedavg", rounds=1, engine="loop", compile=True)
+    assert not run.simulation.engine.compile
+    assert "more than dense" in caplog.text
+    run.run()
+
+
 def test_augmented_samples_are_trained_without_it(caplog: pytest.LogCaptureFixture) -> None:
     pixels = torch.randint(0, 256, (90, 1, 6, 6), generator=torch.Generator().manual_seed(3)).byte()
     data = fl.Federation.from_tensor(pixels, torch.arange(90) % 3, SIZES)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fedloom.data.files import cache_folder
 from fedloom.engines.plan import Batches
 from fedloom.engines.step import Optimizer, corrected
+from fedloom.errors import RunError
 from fedloom.federation import Federation
 from fedloom.local import Local
 from fedloom.space import Space
@@ -139,14 +140,14 @@ class Dense:
         job = Job(depth=len(self.widths) - 1, steps=len(rates), **places_of, **settings)
         total = function(start.dtype)(ctypes.byref(job))
         if total < 0:
-            raise MemoryError("a client's local training does not fit into memory")
+            raise RunError(f"the local training of a client with {len(needed)} samples does not fit into memory")
         return tensors["end"], total
 
 
 def dense(task: Task, federation: Federation, local: Local) -> Dense | str:
     """The net as compiled code, or why that can't be."""
     widths = widths_of(task.model, task.space)
-    if widths is None:
+    if widths is None or widths[0] != federation.x.shape[1:].numel():
         return "the model is more than dense layers with ReLU between them"
     if task.loss is not cross_entropy or federation.y.dim() != 1 or federation.classes is None:
         return "the loss is not the cross-entropy of one label a sample"
@@ -177,7 +178,10 @@ def is_the_same(found: Dense, task: Task, federation: Federation) -> bool:
         end = found.train(federation, start, Batches(batch, np.array([len(batch)])), [1.0])[0]
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error).encode()
-        LOG.warning("the code for dense nets can't be compiled, so steps run without it: %s", said.decode()[:200])
+        LOG.warning(
+            "the code for dense nets can't be compiled, so steps run without it: %s",
+            said.decode(errors="replace")[:200],
+        )
         return False
     apart, far = float((end - right).double().norm()), float((right - start).double().norm())
     same = apart <= (1e-9 if start.dtype == torch.float64 else 1e-3) * (far + float(start.double().norm()) / 100)
