@@ -1,5 +1,9 @@
-"""What needs Flower is not collected where it is missing; its apps under tests/flower are imported by Flower itself."""
+"""What needs Flower or Triton is not collected where it is missing; the apps under tests/flower are imported by Flower
+itself.
+"""
 
 from importlib.util import find_spec
 
 collect_ignore_glob = ["tests/flower/apps/*"] if find_spec("flwr") else ["src/fedloom/flower/*", "tests/flower/*"]
+if not find_spec("triton"):
+    collect_ignore_glob.append("src/fedloom/engines/fused_kernels.py")

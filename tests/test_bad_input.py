@@ -102,6 +102,7 @@ def test_client_number() -> None:
         ({"precision": "fp8"}, "unknown precision"),
         ({"metric": "acuracy"}, "did you mean accuracy"),
         ({"eval_every": 0}, "eval_every"),
+        ({"eval_last": 0}, "eval_last"),
         ({"resume": True}, "needs checkpoint="),
         ({"patience": 3}, "needs validation data"),
         ({"dropout_rate": 1.0}, "dropout_rate"),

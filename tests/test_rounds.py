@@ -809,6 +809,22 @@ def test_own_metric_and_eval_every() -> None:
     assert result.history[-1]["test_largest"] == pytest.approx((x @ params[:-1] + params[-1]).max(), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("last", "measured"), [(1, [3, 6, 7]), (3, [3, 5, 6, 7]), (7, [1, 2, 3, 4, 5, 6, 7]), (99, [1, 2, 3, 4, 5, 6, 7])]
+)
+def test_each_of_the_last_rounds_is_measured(last: int, measured: list[int], tmp_path: Path) -> None:
+    """Also where the run was interrupted among them."""
+    federation = fl.Federation.from_arrays(CLIENTS, test=CLIENTS[0])
+    settings: dict[str, Any] = {"rounds": 7, "loss": squared_error, "eval_every": 3, "eval_last": last}
+
+    def stop(event: fl.Event) -> Any:
+        return fl.STOP if event.round == 6 else None
+
+    fl.fit(linear_model(), federation, checkpoint=tmp_path, callbacks=[stop], **settings)
+    result = fl.fit(linear_model(), federation, checkpoint=tmp_path, resume=True, **settings)
+    assert [row["round"] for row in result.history if "test_loss" in row] == measured
+
+
 def scripted(scores: Sequence[float]) -> Callable[[Tensor, Tensor], float]:
     """A metric that says what the script says, one score a call."""
     remaining = iter(scores)

@@ -30,6 +30,7 @@ def fit(
     loss: str | Loss | None = None,
     metric: str | Score = "accuracy",
     eval_every: int = 1,
+    eval_last: int = 1,
     eval_between: bool = False,
     patience: int | None = None,
     min_gain: float = 0.0,
@@ -57,8 +58,8 @@ def fit(
     if not given, or all where there are fewer). `loss(outputs, targets)` gives one value per sample; "cross-entropy"
     and "hinge" are known by name, and None is what the model brings (svm: hinge) or else cross-entropy. `metric` is
     "accuracy", "f1", "auc" or a function of (outputs, targets); higher is better. It is measured every `eval_every`
-    rounds and in the last one; with `eval_between` also on the mean of models that travel (RADFed) between two
-    averages, as lists `between_test_*` in the round's line.
+    rounds and in each of the `eval_last` last ones; with `eval_between` also on the mean of models that travel (RADFed)
+    between two averages, as lists `between_test_*` in the round's line.
     With `patience`, the run ends after so many evaluations in which the validation score gained no more than
     `min_gain` of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
     `checkpoint_every` rounds (None: every half minute, and at the end; also on Ctrl-C and SIGTERM) and to `resume`
@@ -94,6 +95,7 @@ def fit(
         loss=loss,
         metric=metric,
         eval_every=eval_every,
+        eval_last=eval_last,
         eval_between=eval_between,
         patience=patience,
         min_gain=min_gain,

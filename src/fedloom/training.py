@@ -166,6 +166,7 @@ class Training:
         *,
         rounds: int,
         eval_every: int = 1,
+        eval_last: int = 1,
         eval_between: bool = False,
         patience: int | None = None,
         min_gain: float = 0.0,
@@ -184,6 +185,7 @@ class Training:
         self.arguments = {
             "rounds": rounds,
             "eval_every": eval_every,
+            "eval_last": eval_last,
             "eval_between": eval_between,
             "patience": patience,
             "min_gain": min_gain,
@@ -194,7 +196,8 @@ class Training:
         }  # to make the same run elsewhere
         if not isinstance(federation, Federation):
             raise ConfigError(f"federation must be a fl.Federation, not {type(federation).__name__}")
-        rounds, eval_every, checkpoint_every = map(plain, (rounds, eval_every, checkpoint_every))
+        rounds, eval_every, eval_last = map(plain, (rounds, eval_every, eval_last))
+        checkpoint_every = plain(checkpoint_every)
         max_diverged = plain(max_diverged)
         settings = {"local": Local(), **{name: plain(value) for name, value in settings.items()}}
         if not isinstance(settings["local"], Local):
@@ -203,6 +206,7 @@ class Training:
             raise ConfigError(f"min_gain must be a finite number of at least 0, not {min_gain!r}")
         _check_count("rounds", rounds)
         _check_count("eval_every", eval_every)
+        _check_count("eval_last", eval_last)
         if checkpoint_every is not None:
             _check_count("checkpoint_every", checkpoint_every)
         if max_diverged is not None:
@@ -214,8 +218,8 @@ class Training:
         if resume and checkpoint is None:
             raise ConfigError("resume=True needs checkpoint=, the folder to resume from")
         self.given, self.data = model, federation
-        self.rounds, self.eval_every, self.checkpoint_every = rounds, eval_every, checkpoint_every
-        self.eval_between, self.max_diverged = eval_between, max_diverged
+        self.rounds, self.eval_every, self.eval_last = rounds, eval_every, eval_last
+        self.checkpoint_every, self.eval_between, self.max_diverged = checkpoint_every, eval_between, max_diverged
         self.best = Best(patience, min_gain)
         if checkpoint is not None and os.path.isfile(checkpoint):  # False also where nothing may be asked
             raise RunError(f"checkpoint={str(checkpoint)!r} is a file; name a folder")
@@ -273,7 +277,8 @@ class Training:
             heed()
             number = self.state.round + 1
             last = number == self.rounds
-            outcome = yield from self._round(evaluate=last or number % self.eval_every == 0)
+            among_last = number > self.rounds - self.eval_last
+            outcome = yield from self._round(evaluate=among_last or number % self.eval_every == 0)
             if self._call(callbacks, outcome):
                 stopped = "callback"
             elif self.best.tired:

@@ -705,6 +705,36 @@ def test_narrow_convolutions_under_autocast(name: str) -> None:
     assert apart(*(run.run().params for run in runs)) < 1e-3
 
 
+def test_batch_norms_under_autocast() -> None:
+    """Products and norms of a cohort are in bfloat16, as a client's own are; parameters and statistics are not."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(48, 3, 8, 8, generator=generator), torch.arange(48) % 3
+    data = fl.Federation.from_tensor(x, y, [0, 16, 32, 48], classes=3)
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1, bias=False), nn.BatchNorm2d(8)]
+    net = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 3))
+    settings: dict[str, Any] = {"rounds": 1, "precision": "bf16", "local": fl.Local(steps=2, batch_size=8, lr=0.1)}
+    runs = [Training(net, data, "fedavg", engine=e, **settings) for e in ("loop", "vector")]
+    assert runs[1].simulation.engine.name == "vector"
+    loop, found = (run.run() for run in runs)
+    assert apart(loop.params, found.params) < 5e-3
+    for name, wanted in loop.model.named_buffers():
+        torch.testing.assert_close(dict(found.model.named_buffers())[name], wanted, rtol=0.02, atol=0.02)
+
+    def dtypes(images: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), faster(net):
+            seen = nn.functional.batch_norm(layers[0](images), mean, var, weight, bias, training=True)
+        assert seen.dtype == torch.bfloat16
+        return seen.float()
+
+    stacked = [torch.ones(2, 6), torch.ones(2, 6), torch.ones(2, 6), torch.zeros(2, 6)]
+    found_images = torch.func.vmap(dtypes)(x[:8].reshape(2, 4, 3, 8, 8), *stacked)
+    wanted_images = [
+        nn.functional.batch_norm(layers[0](own), None, None, training=True) for own in torch.split(x[:8], 4)
+    ]
+    torch.testing.assert_close(found_images, torch.stack(wanted_images), rtol=0.02, atol=0.04)
+
+
 def test_a_convolution_by_keyword() -> None:
     layer = nn.Conv2d(3, 4, 3).double()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)

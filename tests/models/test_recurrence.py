@@ -43,6 +43,25 @@ def as_tensor_code(projected: Tensor, weight: Tensor) -> Tensor:
     return torch.stack(states)
 
 
+def test_lowered_as_a_whole_under_autocast() -> None:
+    """Also where the inputs are not, since a bias was added to them; and its gradients outside of it."""
+    generator = torch.Generator().manual_seed(0)
+    projected = torch.randn(T, K, B, 4 * H, generator=generator, requires_grad=True)
+    weight = torch.randn(K, H, 4 * H, generator=generator, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = torch.func.vmap(recurrence, in_dims=(1, 0), out_dims=1)(projected, weight)
+    assert states.dtype == torch.bfloat16
+    found = torch.autograd.grad(states.float().sum(), (projected, weight))
+    exact = torch.func.vmap(recurrence, in_dims=(1, 0), out_dims=1)(projected.double(), weight.double())
+    wanted = torch.autograd.grad(exact.sum(), (projected, weight))
+    torch.testing.assert_close(states.double(), exact, rtol=0, atol=0.03)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.15)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
+        assert recurrence(projected[:, 0].double(), weight[0].double()).dtype == torch.float64
+
+
 @pytest.mark.parametrize("times", [1, T])
 @pytest.mark.parametrize("over", [(0, 0), (2, 1), (None, 0), (1, None)])
 def test_a_cohort(over: tuple[int | None, int | None], times: int) -> None:

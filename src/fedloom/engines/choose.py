@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.engines.dense import COMPILE as COMPILE_DENSE
 from fedloom.engines.dense import dense, is_the_same, saved
+from fedloom.engines.fused import is_fusible
 from fedloom.engines.graph import rows_of_recordings
 from fedloom.engines.loop import Loop
 from fedloom.engines.plan import width_of
@@ -36,6 +37,8 @@ COMPILE = 6.0
 COMPILE_PER_TENSOR = 0.5
 SAVED_PER_TENSOR = 8e-6  # in a recorded step
 SAVED_PER_BYTE = 1.3e-12  # of activations and, twice, of the matrix: four passes at 3 TB/s
+FUSE_PER_LAYER = 0.6  # a convolution, its norm and their gradients
+SAVED_BY_FUSING = 1e-12  # for a byte of activations
 SAVED_ON_CPU = 5e-4  # in a step, by less Python
 SAVED_PER_BYTE_ON_CPU = 4e-10  # of the matrix: four passes at 10 GB/s
 
@@ -122,8 +125,12 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                 fits = min(fits, wishes.budget(setup.device) // _largest_client(federation))
                 if wanted:
                     LOG.warning("compile: the samples are on disk, so steps run without it")
+            graphs = stays and setup.device.type == "cuda"
+            fused = graphs and is_fusible(task)
+            if fused and wanted is None:
+                wanted = worth_fusing(task.model, setup, tried.activations, rounds)
             gains = never  # of a recurrent net every step in time would be compiled anew
-            if stays and wanted is not False and not is_recurrent(task.model):
+            if stays and wanted is not False and not fused and not is_recurrent(task.model):
                 gains = partial(worth_compiling, setup, tried.activations, rounds)
             if wanted is None:
                 wanted = any(gains(setup.per_round, width, setup.per_round) for width in _sizes_by_width(setup))
@@ -133,7 +140,8 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
                     federation,
                     setup,
                     mixes=mixes_samples(task, federation),
-                    graphs=stays and setup.device.type == "cuda",
+                    graphs=graphs,
+                    fused=fused and wanted,
                     compile=stays and wanted,
                     gains=gains,
                     together=max(1, fits),
@@ -179,6 +187,14 @@ def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, widt
     else:
         return False
     return rounds * usual_steps(setup, rows, width, room) * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
+
+
+def worth_fusing(model: nn.Module, setup: Setup, activations: int, rounds: int) -> bool:
+    """Will a run save at least twice what it costs to compile the fused kernels?"""
+    layers = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    steps = sum(map(setup.local.count_steps, setup.sizes.tolist())) / len(setup.sizes)
+    seen = rounds * setup.per_round * steps * min(_batch(setup), int(setup.sizes.max()))
+    return seen * activations * SAVED_BY_FUSING > 2 * layers * FUSE_PER_LAYER
 
 
 def usual_steps(setup: Setup, rows: int, width: int, room: int) -> int:

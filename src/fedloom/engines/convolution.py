@@ -39,9 +39,13 @@ def convolved(
     groups: int = 1,
 ) -> Tensor:
     """`F.conv2d`, as a product where that is faster."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):  # under `vmap` it lowers products and leaves convolutions as they are
+        low = None if bias is None else _lowered(bias)
+        with torch.autocast(kind, enabled=False):
+            return convolved(_lowered(input), _lowered(weight), low, stride, padding, dilation, groups)
     plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str) and input.dim() == 4
-    # Under autocast and vmap a product becomes bfloat16 where a convolution does not.
-    if plain and not torch.is_autocast_enabled(input.device.type):
+    if plain:
         pairs = _pair(stride), _pair(padding)
         product = form(input.shape, weight.shape, *pairs, bands=input.is_cuda and not is_traced())
         if product is not None:
@@ -86,6 +90,11 @@ def _patches(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
     table = patches.permute(0, 1, 4, 5, 2, 3).reshape(samples, channels * tall * wide, h * w)
     # A product for each sample: its gradient then is a sum over samples, instead of one narrow product over them all.
     return torch.bmm(weight.flatten(1).expand(samples, -1, -1), table).reshape(samples, len(weight), h, w)
+
+
+def _lowered(values: Tensor) -> Tensor:
+    """As autocast would have it."""
+    return values if values.dtype == torch.float64 else values.to(torch.get_autocast_dtype(values.device.type))
 
 
 def _pair(value: Any) -> Pair:

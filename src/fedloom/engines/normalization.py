@@ -51,7 +51,7 @@ def normalised(
     eps: float = 1e-5,
 ) -> Tensor:
     """`F.batch_norm` under `vmap`."""
-    plain = training and weight is not None and bias is not None and not torch.is_autocast_enabled(input.device.type)
+    plain = training and weight is not None and bias is not None
     if not plain or running_mean is None or running_var is None:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     found: Tensor

@@ -58,6 +58,7 @@ class Vector:
     mixes: bool = False  # the samples of a batch touch each other
     graphs: bool = False  # record steps and play them again
     compile: bool = False  # compile the step of a whole cohort
+    fused: bool = False  # by the kernels of fused convolutions and batch norms, whatever the rows
     gains: Callable[[int, int, int], bool] = never  # is a step of `rows`, of batches of `width`, to be compiled?
     together: int = 1 << 30  # rows that fit into memory at once
     name: str = "vector"
@@ -214,30 +215,34 @@ class Vector:
     def _prepared(self, cohort: Cohort, rows: int, width: int, worth: bool) -> Callable[[], Any]:
         step = partial(self.step, n=rows, width=width, all_go_on=False)
         plain = partial(step, cohort)
-        fast = self._compiled(step, cohort) if worth else None
-        if fast is not None:
-            played = self._recorded(fast, cohort)
-            with TURNSTILE.beside():
-                if self._is_the_same(played, plain, cohort):
-                    return played
+        if worth or self.fused:
+            by = "Triton" if self.fused else "torch.compile"
+            make = partial(partial, plain, fused=True) if self.fused else partial(compiled, step, cohort)
+            fast = self._made(by, make, cohort)
+            if fast is not None:
+                played = self._recorded(fast, cohort)
+                with TURNSTILE.beside():
+                    if self._is_the_same(by, played, plain, cohort):
+                        return played
         return self._recorded(plain, cohort)
 
-    def _compiled(self, step: Callable[[Cohort], None], cohort: Cohort) -> Callable[[], Any] | None:
+    def _made(self, by: str, make: Callable[[], Callable[[], Any]], cohort: Cohort) -> Callable[[], Any] | None:
+        """A fast form of a step, which has been tried out."""
         try:
             with TURNSTILE.alone():
-                fast = compiled(step, cohort)
+                fast = make()
                 try_out(fast, cohort)
             return fast
         except Exception as error:  # a compiler may fail anywhere
             if out_of_memory(error):
                 raise
-            LOG.warning("torch.compile failed, so steps run without it: %s", " ".join(str(error).split())[:200])
+            LOG.warning("%s failed, so steps run without it: %s", by, " ".join(str(error).split())[:200])
             return None
 
     def _recorded(self, run: Callable[[], Any], cohort: Cohort) -> Callable[[], Any]:
         return recorded(run, cohort, self.pool) if self.graphs else run
 
-    def _is_the_same(self, fast: Callable[[], Any], plain: Callable[[], Any], cohort: Cohort) -> bool:
+    def _is_the_same(self, by: str, fast: Callable[[], Any], plain: Callable[[], Any], cohort: Cohort) -> bool:
         """Are two forms of a step as near to each other as rounding lets them be?"""
         sizes, dtype = self.setup.space.sizes, self.setup.space.dtype
         beside = difference(fast, plain, cohort, sizes)
@@ -247,10 +252,10 @@ class Vector:
             unit = TF32 if rough else torch.finfo(dtype).eps
             allowed = max(allowed, min(difference(nudged(plain, cohort, unit), plain, cohort, sizes), CHAOS))
         if beside > allowed:
-            LOG.warning("torch.compile made another step of it (%.2g steps away), so steps run without it", beside)
+            LOG.warning("%s made another step of it (%.2g steps away), so steps run without it", by, beside)
         return beside <= allowed
 
-    def step(self, cohort: Cohort, n: int, width: int, all_go_on: bool = True) -> None:
+    def step(self, cohort: Cohort, n: int, width: int, all_go_on: bool = True, fused: bool = False) -> None:
         """The next step of the first n rows, with batches of one width. Some of them may have finished, unless
         `all_go_on`.
         """
@@ -260,7 +265,8 @@ class Vector:
         )
         keys = None if cohort.keys is None else cohort.keys[:n]
         held = {name: values[:n].clone() for name, values in cohort.buffers.items()}
-        gradient, lost = self.gradients(cohort.x[:n], held, samples[:, :width], lengths, keys, cohort.step)
+        chosen = samples[:, :width]
+        gradient, lost = self.gradients(cohort.x[:n], held, chosen, lengths, keys, cohort.step, fused=fused)
         for name, values in held.items():
             before = cohort.buffers[name][:n]
             goes_on = (lengths > 0).reshape(-1, *(1 for _ in before.shape[1:]))
@@ -293,6 +299,7 @@ class Vector:
         keys: Tensor | None,
         step: int | Tensor,
         clean: bool = False,
+        fused: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The gradients [n, P] of the batches' mean losses and the sums of their losses [n]; `buffers` are updated."""
         inputs, targets = self.federation.x[samples], self.federation.y[samples]
@@ -303,7 +310,7 @@ class Vector:
             after = dict(held)
             draws = None if key is None or clean else Draws(key, step)
             prepared = self.federation.preparation.train(x, flat.dtype, draws)
-            with keyed(self.task.model, key, step), faster(self.task.model):
+            with keyed(self.task.model, key, step), faster(self.task.model, fused):
                 return self.task.losses(flat, after, prepared, y), after
 
         over = (0, 0, 0, 0, None if keys is None else 0)

@@ -59,7 +59,8 @@ def seconds_for(config: RunConfig) -> float:
     trained = works * per_round * (2 if "twin" in diagnostics else 1)
     trained += config.rounds * training if "probe" in diagnostics else 0
     held_out = total * 2 / FOLDS if config.fold is not None else (not config.pooled) * speed.test
-    tested = math.ceil(config.rounds / config.eval_every) * held_out
+    looks = min(config.rounds, math.ceil(config.rounds / config.eval_every) + config.eval_last - 1)
+    tested = looks * held_out
     tested += min(SNAPSHOTS, config.rounds) * total if "fairness" in diagnostics else 0
     return trained * seen * speed.sample + tested * speed.tested
 

@@ -37,7 +37,8 @@ from fedloom.simulation import cohort_size, find_device
 LONGEST_WITHOUT_GPU = 24 * 3600.0  # seconds that a row may take before somebody has to say that it shall
 # Settings that are not part of a run's name: they are in the folder's, or can't change its result.
 ELSEWHERE = {"seed", "fold", "device", "engine", "compile", "max_memory", "data_dir", "checkpoint_every"}
-SMOKE: dict[str, Any] = {"samples": 60, "steps": 1, "epochs": 1, "patience": None, "eval_every": 1_000_000}
+SMOKE: dict[str, Any] = {"samples": 60, "steps": 1, "epochs": 1, "patience": None}
+SMOKE |= {"eval_every": 1_000_000, "eval_last": 1}
 
 
 def scaled(recipe: Recipe, case: Case, scale: str, rounds: int | None = None) -> RunConfig:

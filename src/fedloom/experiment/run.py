@@ -230,6 +230,7 @@ def make_training(config: RunConfig, federation: Federation, **more: Any) -> Tra
         loss=config.loss,
         metric=config.metric,
         eval_every=config.eval_every,
+        eval_last=config.eval_last,
         patience=config.patience,
         diagnose=config.diagnose,
         engine=config.engine,

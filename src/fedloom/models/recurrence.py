@@ -20,8 +20,14 @@ def recurrence(projected: Tensor, weight: Tensor) -> Tensor:
     """The states [T, B, H] of a run that begins at zero. `projected` [T, B, 4H] is what the inputs add to the gates
     (input, forget, cell, output), `weight` [H, 4H] what the state before does.
     """
-    weights = weight.to(projected.dtype).unsqueeze(0)  # autocast makes them differ, and is over in the backward
-    states: Tensor = Recurrence.apply(projected.unsqueeze(1), weights)[0]  # type: ignore[no-untyped-call]
+    kind = projected.device.type
+    if (
+        torch.is_autocast_enabled(kind) and projected.dtype != torch.float64
+    ):  # which lowers some of the operations, and is over in the backward
+        projected = projected.to(torch.get_autocast_dtype(kind))
+    with torch.autocast(kind, enabled=False):
+        weights = weight.to(projected.dtype).unsqueeze(0)
+        states: Tensor = Recurrence.apply(projected.unsqueeze(1), weights)[0]  # type: ignore[no-untyped-call]
     return states.squeeze(1)
 
 
