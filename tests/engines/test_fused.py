@@ -108,7 +108,14 @@ class Joined(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         a, b = self.left(x), self.right(x)
-        if self.how == "+=":
+        if self.how == "inplace":
+            seen = F.relu(a, inplace=True)
+            a = seen + b + a  # which is rectified, too
+        elif self.how == "inplace, later":
+            joined = a + b
+            F.relu(a, True)
+            a = joined.relu() + a
+        elif self.how == "+=":
             a += b
         elif self.how == "method":
             a = a.add(b).relu()
@@ -143,7 +150,7 @@ NETS: dict[str, nn.Module] = {
         *pieces(nn.Conv2d(8, 4, 1, bias=False)), nn.BatchNorm2d(4, track_running_stats=False)
     ),
     **{how: Joined(how) for how in ("+=", "method", "torch", "scaled", "number", "twice")},
-    **{how: Joined(how) for how in ("product", "tensor first", "list")},
+    **{how: Joined(how) for how in ("product", "tensor first", "list", "inplace", "inplace, later")},
 }
 
 

@@ -3,12 +3,12 @@
 In a net such as ResNet-56 arithmetic is cheap and memory is not: most of a step is reading and writing images for
 statistics, norms, ReLUs and sums. Here a convolution writes its output and, tile by tile, the statistics of it; the
 batch norm behind it becomes three numbers for each channel, and whoever reads the image next applies them, and a ReLU,
-on the way. Only the sum at the end of a residual block is written. Backward, the part of the gradient that comes by the
+on the way. Only the sum at the end of a residual block is written, and what a larger kernel reads: it reads every pixel
+several times, and would have to apply the norm each time. Backward, the part of the gradient that comes by the
 statistics is added by whoever reads the gradient.
 
 That takes laziness: while `Fused` is entered, such a layer returns a `Pending` image, which becomes a tensor as soon as
-anything but a norm, a ReLU, a sum or a convolution 1x1 asks for it. A larger kernel reads every pixel several times,
-and would have to apply the norm each time.
+anything but a norm, a ReLU, a sum or a convolution 1x1 asks for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,8 +83,11 @@ class Pending:
     def is_normed_only(self) -> bool:
         return self.is_normed and self.beside is None and not self.rectifies
 
-    def rectified(self) -> "Pending":
-        return self if self.rectifies else replace(self, rectifies=True, written=None)
+    def rectified(self, inplace: bool = False) -> "Pending":
+        if not inplace:
+            return self if self.rectifies else replace(self, rectifies=True, written=None)
+        self.rectifies = True
+        return self
 
     def plus(self, other: "Tensor | Pending") -> "Pending":
         """Of two images, this one has a norm and nothing else."""
@@ -145,8 +148,8 @@ class Fused(Faster):
         if not any(isinstance(value, Pending) for value in args):
             return None
         first = args[0]
-        if func in (F.relu, torch.relu) and isinstance(first, Pending) and first.scaling is not None:
-            return first.rectified()
+        if func in (F.relu, torch.relu) and isinstance(first, Pending) and first.is_normed:
+            return first.rectified(*args[1:], **kwargs)
         if func in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__) and len(args) == 2 and not kwargs:
             return _sum(*args)
         return None

@@ -113,7 +113,8 @@ class ConvolutionOfClients(torch.autograd.Function):
             )
         of_x = of_mean = of_scale = of_bias = None
         if ctx.needs_input_grad[0] and mean is None and shape.turns_round:
-            # A convolution, too, by the weights turned round.
+            # A convolution, too, by the weights turned round. The kernel below is right in Triton's interpreter, but as
+            # Triton 3.6 compiles it for an H200 it is wrong for stride 1 and fewer than 64 channels.
             turned = weight.flip(3, 4).transpose(1, 2)
             of_x = _convolution(g, None, None, None, turned, 1, shape.size - 1 - ctx.padding, False, x.dtype)[0]
             of_x = of_x + others[0] if others else of_x
