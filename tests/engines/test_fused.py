@@ -159,6 +159,9 @@ def test_a_net_is_the_same_function(name: str) -> None:
     """Losses, gradients and running statistics of every client, as without."""
     torch.manual_seed(0)
     net = NETS[name].double().train()
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+            module.reset_parameters()
     held = {
         key: values + 0.1 * torch.randn(K, *values.shape, dtype=torch.float64)
         if values.is_floating_point()
@@ -179,7 +182,8 @@ def test_a_net_is_the_same_function(name: str) -> None:
             else:
                 with by():
                     out = functional_call(net, state, (images,)) * 1
-            return (out.flatten(1) * torch.arange(1, out[0].numel() + 1)).sin().sum(), kept
+            weights = torch.linspace(-1, 1, out[0].numel(), dtype=torch.float64)
+            return (out.flatten(1) * weights).sin().sum(), kept
 
         losses, after = vmap(client)(leaves, buffers, x)
         gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
