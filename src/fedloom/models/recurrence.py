@@ -21,9 +21,8 @@ def recurrence(projected: Tensor, weight: Tensor) -> Tensor:
     (input, forget, cell, output), `weight` [H, 4H] what the state before does.
     """
     kind = projected.device.type
-    if (
-        torch.is_autocast_enabled(kind) and projected.dtype != torch.float64
-    ):  # which lowers some of the operations, and is over in the backward
+    lowers = torch.is_autocast_enabled(kind)  # some of the operations, and is over in the backward
+    if lowers and projected.dtype != torch.float64:
         projected = projected.to(torch.get_autocast_dtype(kind))
     with torch.autocast(kind, enabled=False):
         weights = weight.to(projected.dtype).unsqueeze(0)
