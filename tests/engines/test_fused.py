@@ -236,6 +236,9 @@ def test_who_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked(nn.Sequential(*pieces()).double())
     assert not asked(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))
     assert not asked(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    assert asked(nn.Sequential(*pieces(nn.Conv2d(8, 256, 1), nn.Conv2d(256, 512, 3, groups=256))))
+    assert not asked(nn.Sequential(*pieces(nn.Conv2d(8, 257, 1))))
+    assert not asked(nn.Sequential(*pieces(nn.Conv2d(8, 65, 3))))  # as in ResNet-18
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     assert not asked(both)
 

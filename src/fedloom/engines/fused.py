@@ -26,13 +26,20 @@ from fedloom.engines.kernels import Faster
 from fedloom.task import Task
 
 EXACT = (torch.float32,)  # what parameters may be
-WIDEST = 3  # of a larger kernel, written out tap by tap, compiling takes long
+MOST_CHANNELS = {1: 256, 2: 64, 3: 64}  # by the size of a kernel: up to where these were measured, and are faster
 
 
 def is_fusible(task: Task) -> bool:
-    """Is there anything to fuse, and the means to do it? Products are in TF32 or bfloat16."""
+    """Is there anything to fuse, and the means to do it? Products are in TF32 or bfloat16. In a net with wider
+    convolutions arithmetic counts, which cuDNN is better at.
+    """
     modules = list(task.model.modules())
-    layers = all(any(isinstance(module, kind) for module in modules) for kind in (nn.Conv2d, _BatchNorm))
+    convolutions = [module for module in modules if isinstance(module, nn.Conv2d) and module.groups == 1]
+    narrow = all(
+        max(module.in_channels, module.out_channels) <= MOST_CHANNELS.get(max(module.kernel_size), MOST_CHANNELS[3])
+        for module in convolutions
+    )
+    layers = bool(convolutions) and narrow and any(isinstance(module, _BatchNorm) for module in modules)
     return layers and task.space.dtype in EXACT and task.precision != "fp32" and find_spec("triton") is not None
 
 
@@ -64,7 +71,7 @@ class Pending:
             other: tuple[Any, ...] = (self.beside, None, None, None)
             if isinstance(self.beside, Pending) and self.beside.scaling is not None:
                 other = (self.beside.image, *self.beside.scaling)
-            self.written = Sum.apply(self.image, *self.scaling, *other, self.rectifies)  # type: ignore[no-untyped-call]
+            self.written = Sum.apply(self.image, *self.scaling, *other, self.rectifies)
         return self.written
 
     def read_through(self, other: Tensor) -> None:
@@ -190,16 +197,16 @@ def _convolved(
         return None
     half = torch.is_autocast_enabled(weight.device.type)
     exact = weight.dtype in EXACT and (half or input.dtype == weight.dtype)
-    if size > WIDEST or border >= size or input.dim() != 4 or not exact:
+    if size not in MOST_CHANNELS or border >= size or input.dim() != 4 or not exact:
         return None
     settings = (weight, steps, border, torch.bfloat16 if half else torch.float32)
     if not isinstance(input, Pending):
-        return Pending(*Convolution.apply(input, None, None, None, False, False, *settings))  # type: ignore[no-untyped-call]
+        return Pending(*Convolution.apply(input, None, None, None, False, False, *settings))
     norm: Any = input.scaling
     if size == 1 and input.is_normed and input.beside is None:
-        return Pending(*Convolution.apply(input.image, *norm, input.rectifies, False, *settings))  # type: ignore[no-untyped-call]
+        return Pending(*Convolution.apply(input.image, *norm, input.rectifies, False, *settings))
     # Whoever reads it next reads it through this one, so that its gradient is added up on the way.
-    y, statistics, through = Convolution.apply(input.tensor(), None, None, None, False, True, *settings)  # type: ignore[no-untyped-call]
+    y, statistics, through = Convolution.apply(input.tensor(), None, None, None, False, True, *settings)
     input.read_through(through)
     return Pending(y, statistics)
 
@@ -222,7 +229,7 @@ def _normalised(
     places = input.image.numel() // input.image.shape[1]
     if places < 2:
         return None
-    mean, scale, new_mean, new_var = Scale.apply(  # type: ignore[no-untyped-call]
+    mean, scale, new_mean, new_var = Scale.apply(
         input.statistics, weight, running_mean, running_var, momentum, eps, places
     )
     running_mean.copy_(new_mean)

@@ -16,23 +16,28 @@ PROGRAMS = 1024  # that share the places of a sum: several for each processor of
 PARTS = 256  # tiles whose statistics are merged at once
 
 
-class _OfClients(torch.autograd.Function):
-    """A function of K clients, which `vmap` calls with all of them. It is not called without `vmap`."""
+def _under_vmap(inner: Any) -> Any:
+    """A function of one client, which `vmap` calls with all of them: `inner`, which also has the gradients."""
 
-    inner: Any
+    class OfOne(torch.autograd.Function):
+        @staticmethod
+        def forward(*values: Any) -> Any:
+            raise NotImplementedError("this is for clients under vmap; one alone has PyTorch's own layers")
 
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Gradients are those of the inner function, which the rule calls."""
+        @staticmethod
+        def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+            """Nothing is kept here."""
 
-    @classmethod
-    def over(cls, info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        held = [
-            value if not isinstance(value, Tensor) else _rows(value, at, info.batch_size)
-            for value, at in zip(values, in_dims, strict=True)
-        ]
-        found = cls.inner.apply(*held)
-        return found, tuple(0 for _ in found) if isinstance(found, tuple) else 0
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
+            held = [
+                _rows(value, at, info.batch_size) if isinstance(value, Tensor) else value
+                for value, at in zip(values, in_dims, strict=True)
+            ]
+            found = inner.apply(*held)
+            return found, tuple(0 for _ in found) if isinstance(found, tuple) else 0
+
+    return OfOne
 
 
 def _rows(value: Tensor, at: int | None, rows: int) -> Tensor:
@@ -143,18 +148,6 @@ class ConvolutionOfClients(torch.autograd.Function):
         return of_x, of_mean, of_scale, of_bias, None, None, of_weight, None, None, None
 
 
-class Convolution(_OfClients):
-    inner = ConvolutionOfClients
-
-    @staticmethod
-    def forward(*values: Any) -> tuple[Tensor, ...]:
-        raise NotImplementedError("a convolution without clients is F.conv2d")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        return Convolution.over(info, in_dims, *values)
-
-
 class ScaleOfClients(torch.autograd.Function):
     """From the statistics [K, 2, C] of an image and a batch norm's weight [K, C]: mean and scale [K, C], and what its
     running statistics become.
@@ -204,18 +197,6 @@ class ScaleOfClients(torch.autograd.Function):
             weight.stride(0), ctx.eps, C=channels, BC=_block(channels),
         )  # fmt: skip
         return of_statistics, of_weight, None, None, None, None, None
-
-
-class Scale(_OfClients):
-    inner = ScaleOfClients
-
-    @staticmethod
-    def forward(*values: Any) -> tuple[Tensor, ...]:
-        raise NotImplementedError("a batch norm without clients is F.batch_norm")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        return Scale.over(info, in_dims, *values)
 
 
 class SumOfClients(torch.autograd.Function):
@@ -274,16 +255,9 @@ class SumOfClients(torch.autograd.Function):
         return *own, of_other if kind else None, None, None, None, None
 
 
-class Sum(_OfClients):
-    inner = SumOfClients
-
-    @staticmethod
-    def forward(*values: Any) -> Tensor:
-        raise NotImplementedError("a sum without clients is a sum")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        return Sum.over(info, in_dims, *values)
+Convolution = _under_vmap(ConvolutionOfClients)
+Scale = _under_vmap(ScaleOfClients)
+Sum = _under_vmap(SumOfClients)
 
 
 class Sizes(NamedTuple):
