@@ -110,7 +110,9 @@ class Task:
         return self.loss(self.outputs(flat, buffers, x), y)
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+        """For training alone: what a model has learned is measured in full."""
+        lowers = self.precision == "bf16" and self.model.training
+        return torch.autocast(device.type, torch.bfloat16) if lowers else nullcontext()
 
 
 def check_fit(task: Task, federation: Federation, local: Local) -> None:

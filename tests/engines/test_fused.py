@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 import fedloom as fl
-from fedloom.engines import fused, vector
+from fedloom.engines import fused, fused_check, vector
 from fedloom.engines.choose import worth_fusing
 from fedloom.engines.fused import Fused, Pending, is_fusible
 from fedloom.models.resnet import Basic, Bottleneck
@@ -41,7 +41,6 @@ class Convolution:
         weight: Tensor,
         stride: int,
         padding: int,
-        dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
         cls.calls.append(("normed" if mean is not None else "through" if through else "plain", weight.shape[-1]))
         if mean is not None and scale is not None and bias is not None:
@@ -250,15 +249,25 @@ def test_only_long_runs_are_fused() -> None:
     local = fl.Local(epochs=5, batch_size=64, last_batch="drop")
     setup = dataclasses.replace(small, sizes=torch.full((100,), 500), clients=100, per_round=10, local=local)
     layers = nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(59)))
+
+    def found(precision: Any, activations: int, *rounds: int) -> list[bool]:
+        task = Task.of(layers, None, torch.device("cpu"), precision)
+        return [worth_fusing(task, setup, activations, n) for n in rounds]
+
     # 500 rounds save 500 * 350 * 64 * 9.35e6 * 1e-12 = 104.7 s; compiling takes 35.4 s.
-    found = [worth_fusing(layers, setup, 9_350_000, rounds) for rounds in (1, 100, 330, 340, 500)]
-    assert found == [False, False, False, True, True]
+    assert found("auto", 9_350_000, 1, 100, 330, 340, 500) == [False, False, False, True, True]
+    # In half precision they save 500 * 350 * 64 * 4.8e6 * 2.4e-12 = 129 s.
+    assert found("bf16", 4_800_000, 1, 100, 270, 280, 500) == [False, False, False, True, True]
 
 
 class Wrong(Sum):
+    """As layers are that compare what they compute."""
+
     @classmethod
     def apply(cls, *values: Any) -> Tensor:
-        return super().apply(*values) * 1.5
+        if fused_check._compares[0]:
+            raise ArithmeticError("addition is off by 0.5, where it is 1")
+        return super().apply(*values)
 
 
 class Failing(Sum):
@@ -267,13 +276,16 @@ class Failing(Sum):
         raise RuntimeError("PTXAS error")
 
 
+FAILED = "Triton failed, so steps run without it: "
+
+
 @pytest.mark.parametrize(
-    ("layer", "warning"), [(Sum, ""), (Wrong, "Triton made another step"), (Failing, "Triton failed, so steps run")]
+    ("layer", "warning"), [(Sum, ""), (Wrong, f"{FAILED}addition is off by 0.5"), (Failing, f"{FAILED}PTXAS error")]
 )
 def test_a_fused_step_is_compared_first(
     layer: Any, warning: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that fails or is another step is left out with a warning, and the run goes on without it."""
+    """One that fails, or whose layers compute something else, is left out with a warning, and the run goes on."""
     monkeypatch.setattr(fused, "Sum", layer)
     monkeypatch.setattr(vector, "recorded", lambda run, cohort, pool: run)
     generator = torch.Generator().manual_seed(0)

@@ -38,7 +38,7 @@ COMPILE_PER_TENSOR = 0.5
 SAVED_PER_TENSOR = 8e-6  # in a recorded step
 SAVED_PER_BYTE = 1.3e-12  # of activations and, twice, of the matrix: four passes at 3 TB/s
 FUSE_PER_LAYER = 0.6  # a convolution, its norm and their gradients
-SAVED_BY_FUSING = 1e-12  # for a byte of activations
+SAVED_BY_FUSING = {"auto": 1e-12, "bf16": 2.4e-12}  # for a byte of activations
 SAVED_ON_CPU = 5e-4  # in a step, by less Python
 SAVED_PER_BYTE_ON_CPU = 4e-10  # of the matrix: four passes at 10 GB/s
 
@@ -128,7 +128,7 @@ def choose_engine(wishes: Wishes, task: Task, federation: Federation, setup: Set
             graphs = stays and setup.device.type == "cuda"
             fused = graphs and is_fusible(task)
             if fused and wanted is None:
-                wanted = worth_fusing(task.model, setup, tried.activations, rounds)
+                wanted = worth_fusing(task, setup, tried.activations, rounds)
             gains = never  # of a recurrent net every step in time would be compiled anew
             if stays and wanted is not False and not fused and not is_recurrent(task.model):
                 gains = partial(worth_compiling, setup, tried.activations, rounds)
@@ -189,12 +189,12 @@ def worth_compiling(setup: Setup, activations: int, rounds: int, rows: int, widt
     return rounds * usual_steps(setup, rows, width, room) * saved > 2 * (COMPILE + tensors * COMPILE_PER_TENSOR)
 
 
-def worth_fusing(model: nn.Module, setup: Setup, activations: int, rounds: int) -> bool:
+def worth_fusing(task: Task, setup: Setup, activations: int, rounds: int) -> bool:
     """Will a run save at least twice what it costs to compile the fused kernels?"""
-    layers = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    layers = sum(isinstance(module, nn.Conv2d) for module in task.model.modules())
     steps = sum(map(setup.local.count_steps, setup.sizes.tolist())) / len(setup.sizes)
     seen = rounds * setup.per_round * steps * min(_batch(setup), int(setup.sizes.max()))
-    return seen * activations * SAVED_BY_FUSING > 2 * layers * FUSE_PER_LAYER
+    return seen * activations * SAVED_BY_FUSING[task.precision] > 2 * layers * FUSE_PER_LAYER
 
 
 def usual_steps(setup: Setup, rows: int, width: int, room: int) -> int:

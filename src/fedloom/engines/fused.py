@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.engines.fused_layers import Convolution, Scale, Sum
+from fedloom.engines.fused_layers import Convolution, Packed, Scale, Sum, Unpacked
 from fedloom.engines.kernels import Faster
 from fedloom.task import Task
 
@@ -65,6 +65,12 @@ class Pending:
     written: Tensor | None = None
 
     def tensor(self) -> Tensor:
+        """As anybody can read it."""
+        found = self.packed()
+        return Unpacked.apply(found) if found.dtype == torch.bfloat16 else found
+
+    def packed(self) -> Tensor:
+        """As the layers of `fused_layers.py` read it."""
         if self.scaling is None:
             return self.image
         if self.written is None:
@@ -98,8 +104,10 @@ class Pending:
 
     def plus(self, other: "Tensor | Pending") -> "Pending":
         """Of two images, this one has a norm and nothing else."""
-        if isinstance(other, Pending) and not other.is_normed_only:
-            other = other.tensor()
+        if isinstance(other, Tensor):
+            other = _packed(other, self.image.dtype)
+        elif not other.is_normed_only:
+            other = other.packed()
         return replace(self, beside=other)
 
     @classmethod
@@ -199,16 +207,22 @@ def _convolved(
     exact = weight.dtype in EXACT and (half or input.dtype == weight.dtype)
     if size not in MOST_CHANNELS or border >= size or input.dim() != 4 or not exact:
         return None
-    settings = (weight, steps, border, torch.bfloat16 if half else torch.float32)
+    settings = (weight, steps, border)
     if not isinstance(input, Pending):
+        input = _packed(input, torch.bfloat16 if half else input.dtype)
         return Pending(*Convolution.apply(input, None, None, None, False, False, *settings))
     norm: Any = input.scaling
     if size == 1 and input.is_normed and input.beside is None:
         return Pending(*Convolution.apply(input.image, *norm, input.rectifies, False, *settings))
     # Whoever reads it next reads it through this one, so that its gradient is added up on the way.
-    y, statistics, through = Convolution.apply(input.tensor(), None, None, None, False, True, *settings)
+    y, statistics, through = Convolution.apply(input.packed(), None, None, None, False, True, *settings)
     input.read_through(through)
     return Pending(y, statistics)
+
+
+def _packed(image: Tensor, dtype: torch.dtype) -> Tensor:
+    packed: Tensor = Packed.apply(image) if dtype == torch.bfloat16 else image
+    return packed
 
 
 def _normalised(

@@ -26,6 +26,7 @@ from fedloom.data.transforms import Draws
 from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.cohort import Asked, Cohort, upload, upload_all
 from fedloom.engines.dropout import keyed
+from fedloom.engines.fused_check import compared
 from fedloom.engines.graph import TURNSTILE, compiled, difference, nudged, recorded, rows_of_recordings, try_out
 from fedloom.engines.kernels import faster
 from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan, power_of_two, width_of
@@ -222,7 +223,7 @@ class Vector:
             if fast is not None:
                 played = self._recorded(fast, cohort)
                 with TURNSTILE.beside():
-                    if self._is_the_same(by, played, plain, cohort):
+                    if self.fused or self._is_the_same(by, played, plain, cohort):
                         return played
         return self._recorded(plain, cohort)
 
@@ -231,7 +232,8 @@ class Vector:
         try:
             with TURNSTILE.alone():
                 fast = make()
-                try_out(fast, cohort)
+                with compared():
+                    try_out(fast, cohort)
             return fast
         except Exception as error:  # a compiler may fail anywhere
             if out_of_memory(error):
