@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import fedloom as fl
+import fedloom.models.recurrence as module
 from fedloom.models.catalogue import Shape
 from fedloom.models.recurrence import recurrence
+from fedloom.models.recurrent import LSTM, set_fused
 from fedloom.training import Training
 from tests.engines.test_vector import apart
 from tests.models.making import make
@@ -18,25 +21,25 @@ from tests.models.making import make
 T, K, B, H = 5, 3, 4, 2
 
 
-def by_equations(projected: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def by_equations(projected: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
     def sigmoid(x: np.ndarray) -> np.ndarray:
         return np.asarray(1 / (1 + np.exp(-x)))
 
     h = c = np.zeros((projected.shape[1], weight.shape[0]))
     states = []
     for at_time in projected:
-        i, f, g, o = np.split(at_time + h @ weight, 4, axis=1)
+        i, f, g, o = np.split(at_time + h @ weight + bias, 4, axis=1)
         c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
         h = sigmoid(o) * np.tanh(c)
         states.append(h)
     return np.stack(states)
 
 
-def as_tensor_code(projected: Tensor, weight: Tensor) -> Tensor:
+def as_tensor_code(projected: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     h = c = projected.new_zeros(projected.shape[1], len(weight))
     states = []
     for at_time in projected:
-        i, f, g, o = (at_time + h @ weight).chunk(4, dim=1)
+        i, f, g, o = (at_time + h @ weight + bias).chunk(4, dim=1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
         states.append(h)
@@ -44,27 +47,27 @@ def as_tensor_code(projected: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_lowered_as_a_whole_under_autocast() -> None:
-    """Also where the inputs are not, since a bias was added to them; and its gradients outside of it."""
+    """Also where the inputs are not, and with the bias as it is; and its gradients outside of it."""
     generator = torch.Generator().manual_seed(0)
-    projected = torch.randn(T, K, B, 4 * H, generator=generator, requires_grad=True)
-    weight = torch.randn(K, H, 4 * H, generator=generator, requires_grad=True)
+    shapes = ((K, T, B, 4 * H), (K, H, 4 * H), (K, 4 * H))
+    given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
     with torch.autocast("cpu", torch.bfloat16):
-        states = torch.func.vmap(recurrence, in_dims=(1, 0), out_dims=1)(projected, weight)
+        states = torch.func.vmap(recurrence)(*given)
     assert states.dtype == torch.bfloat16
-    found = torch.autograd.grad(states.float().sum(), (projected, weight))
-    exact = torch.func.vmap(recurrence, in_dims=(1, 0), out_dims=1)(projected.double(), weight.double())
-    wanted = torch.autograd.grad(exact.sum(), (projected, weight))
+    found = torch.autograd.grad(states.float().sum(), given)
+    exact = torch.func.vmap(recurrence)(*(values.double() for values in given))
+    wanted = torch.autograd.grad(exact.sum(), given)
     torch.testing.assert_close(states.double(), exact, rtol=0, atol=0.03)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.15)
     with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
-        assert recurrence(projected[:, 0].double(), weight[0].double()).dtype == torch.float64
+        assert recurrence(*(values[0].double() for values in given)).dtype == torch.float64
 
 
 @pytest.mark.parametrize("times", [1, T])
-@pytest.mark.parametrize("over", [(0, 0), (2, 1), (None, 0), (1, None)])
-def test_a_cohort(over: tuple[int | None, int | None], times: int) -> None:
+@pytest.mark.parametrize("over", [(0, 0, 0), (2, 1, 1), (None, 0, None), (1, None, 0)])
+def test_a_cohort(over: tuple[int | None, ...], times: int) -> None:
     """Whatever axis the clients lie along; what is the same for all of them has a gradient that is the sum."""
     generator = torch.Generator().manual_seed(0)
 
@@ -72,16 +75,17 @@ def test_a_cohort(over: tuple[int | None, int | None], times: int) -> None:
         whole = shape if at is None else (*shape[:at], K, *shape[at:])
         return (2 * torch.randn(whole, generator=generator, dtype=torch.float64)).requires_grad_()
 
-    inputs = [drawn((times, B, 4 * H), over[0]), drawn((H, 4 * H), over[1])]
+    shapes = ((times, B, 4 * H), (H, 4 * H), (4 * H,))
+    inputs = [drawn(shape, at) for shape, at in zip(shapes, over, strict=True)]
     found = torch.func.vmap(recurrence, in_dims=over)(*inputs)
     own = [
         [values if at is None else values.select(at, k) for values, at in zip(inputs, over, strict=True)]
         for k in range(K)
     ]
-    for k, pair in enumerate(own):
-        wanted = by_equations(*(values.detach().numpy() for values in pair))
+    for k, values_of_one in enumerate(own):
+        wanted = by_equations(*(values.detach().numpy() for values in values_of_one))
         np.testing.assert_allclose(found[k].detach().numpy(), wanted, rtol=0, atol=1e-13)
-    outcomes = (found, torch.stack([as_tensor_code(*pair) for pair in own]))
+    outcomes = (found, torch.stack([as_tensor_code(*values) for values in own]))
     pairs = [torch.autograd.grad(states.sin().sum(), inputs) for states in outcomes]
     for a, b in zip(*pairs, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
@@ -89,8 +93,41 @@ def test_a_cohort(over: tuple[int | None, int | None], times: int) -> None:
 
 def test_gradients_by_differences() -> None:
     torch.manual_seed(0)
-    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((T, B, 4 * H), (H, 4 * H))]
+    shapes = ((T, B, 4 * H), (H, 4 * H), (4 * H,))
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     assert torch.autograd.gradcheck(recurrence, inputs)
+
+
+def test_layers_hand_on_their_states_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cohort: what a layer gives, and the gradient that comes back, are in memory as the kernels want them."""
+    read, given, came = [], [], []
+    product, run, run_backward = F.linear, module._run, module._run_backward
+
+    def linear(rows: Tensor, weight: Tensor) -> Tensor:
+        read.append(torch.func.debug_unwrap(rows).data_ptr())
+        return product(rows, weight)
+
+    def forward(projected: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        assert projected.is_contiguous()
+        found = run(projected, weight, bias)
+        given.append(found[0].data_ptr())
+        return found
+
+    def backward(gradient: Tensor, *others: Tensor) -> Tensor:
+        came.append(gradient.is_contiguous())
+        return run_backward(gradient, *others)
+
+    monkeypatch.setattr(F, "linear", linear)
+    monkeypatch.setattr(module, "_run", forward)
+    monkeypatch.setattr(module, "_run_backward", backward)
+    layers = LSTM(3, H, layers=3)
+    set_fused(layers, False)
+    own = {name: torch.stack([p.detach()] * K).requires_grad_() for name, p in layers.named_parameters()}
+    x = torch.randn(K, B, T, 3)
+    states = torch.func.vmap(lambda p, x: torch.func.functional_call(layers, p, (x,)))(own, x)
+    torch.autograd.grad(states.sin().sum(), list(own.values()))
+    assert read[1:] == given[:-1]
+    assert came[1:] == [True, True]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

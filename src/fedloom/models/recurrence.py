@@ -2,78 +2,117 @@
 
 Hochreiter, Schmidhuber: Long Short-Term Memory. Neural Computation 1997.
 
-PyTorch's kernel takes one client at a time. Here a step in time is one product for all clients and one pass over their
-gates, forward and backward; the gradient of the weights is one product over all times. Written out as tensor code it
-would be a dozen passes, and `autograd` would hold all of them.
+PyTorch's kernel takes one client at a time. Here all clients go through time together, forward and backward; the
+gradient of the weights is one product over all times. On a GPU a program takes some samples of a client through all
+times (`recurrence_kernels.py`); elsewhere, and where a product must be exact, a step in time is one product for all
+clients and one pass over their gates.
+
+Values lie as [K, T, B, n], client by client and time by time: so `vmap` holds them, and a product over all times reads
+them as they are.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fedloom.vmapped import joined
 
-
-def recurrence(projected: Tensor, weight: Tensor) -> Tensor:
+def recurrence(projected: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The states [T, B, H] of a run that begins at zero. `projected` [T, B, 4H] is what the inputs add to the gates
-    (input, forget, cell, output), `weight` [H, 4H] what the state before does.
+    (input, forget, cell, output), `weight` [H, 4H] what the state before does, and `bias` is [4H].
     """
     kind = projected.device.type
     lowers = torch.is_autocast_enabled(kind)  # some of the operations, and is over in the backward
     if lowers and projected.dtype != torch.float64:
         projected = projected.to(torch.get_autocast_dtype(kind))
     with torch.autocast(kind, enabled=False):
-        weights = weight.to(projected.dtype).unsqueeze(0)
-        states: Tensor = Recurrence.apply(projected.unsqueeze(1), weights)[0]  # type: ignore[no-untyped-call]
-    return states.squeeze(1)
+        own = (projected, weight.to(projected.dtype), bias)
+        states: Tensor = Recurrence.apply(*(values.unsqueeze(0) for values in own))[0]  # type: ignore[no-untyped-call]
+    return states.squeeze(0)
 
 
 class Recurrence(torch.autograd.Function):
-    """The states of K clients, [T, K, B, 4H] and [K, H, 4H] to [T, K, B, H], and what their gradients need: cells, and
-    the gates [T, K, B, 4H] after their sigmoids and tanh.
+    """The states of K clients, [K, T, B, 4H], [K, H, 4H] and [K, 4H] to [K, T, B, H], and what their gradients need:
+    cells, and the gates [K, T, B, 4H] after their sigmoids and tanh.
     """
 
     @staticmethod
-    def forward(projected: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        recurrent = torch.zeros_like(projected[0])
-        before = recurrent.chunk(4, dim=-1)[0].contiguous()
-        steps: list[tuple[Tensor, Tensor, Tensor]] = []
-        for at_time in projected.unbind(0):
-            if steps:
-                state, before, _ = steps[-1]
-                recurrent = torch.bmm(state, weight)
-            steps.append(_cell(at_time, recurrent, before))
-        states, cells, gates = (torch.stack(values) for values in zip(*steps, strict=True))
-        return states, cells, gates
+    def forward(projected: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not _has_kernels(projected):
+            return _run(projected, weight, bias)
+        from fedloom.recurrence_kernels import run_forward
+
+        return run_forward(projected, weight, bias)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(inputs[1], *output)
+        ctx.set_materialize_grads(False)  # zeros for cells and gates would fill more memory than all else
+        ctx.save_for_backward(*inputs[1:], *output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        weight, states, cells, gates = ctx.saved_tensors
-        nothing = torch.zeros_like(cells[0])
-        of_state, of_cell, found = gradient[-1], nothing, []
-        for t in reversed(range(len(gates))):
-            of_gates, of_cell = _cell_backward(of_state, of_cell, cells[t - 1] if t else nothing, cells[t], gates[t])
-            found.append(of_gates)
-            if t:
-                of_state = torch.baddbmm(gradient[t - 1], of_gates, weight.mT)
-        of_projected = torch.stack(found[::-1])
-        earlier, later = (_times_joined(values) for values in (states[:-1], of_projected[1:]))
-        return of_projected, torch.bmm(earlier.mT, later)
+    def backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if gradient is None:  # nobody used the states
+            return None, None, None
+        weight, bias, states, cells, gates = ctx.saved_tensors
+        if _has_kernels(gates):
+            from fedloom.recurrence_kernels import run_backward
+
+            of_gates = run_backward(gradient, weight, cells, gates)
+        else:
+            of_gates = _run_backward(gradient, weight, cells, gates)
+        earlier, later = states[:, :-1].flatten(1, 2), of_gates[:, 1:].flatten(1, 2)
+        return of_gates, torch.bmm(earlier.mT, later), of_gates.sum((1, 2), dtype=bias.dtype)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], projected: Tensor, weight: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         rows = info.batch_size
-        found = Recurrence.apply(*joined(rows, in_dims, projected, weight))  # type: ignore[no-untyped-call]
-        return tuple(values.reshape(len(values), rows, -1, *values.shape[2:]) for values in found), (1, 1, 1)
+        held = (
+            own.expand(rows, *own.shape) if at is None else own.movedim(at, 0)
+            for own, at in zip(values, in_dims, strict=True)
+        )
+        found = Recurrence.apply(*(own.flatten(0, 1) for own in held))  # type: ignore[no-untyped-call]
+        return tuple(own.unflatten(0, (rows, -1)) for own in found), (0, 0, 0)
+
+
+def _has_kernels(values: Tensor) -> bool:
+    """On a GPU, for products that may be rounded; cuBLAS is faster at those of all digits. Who traces a step to compile
+    it sees nothing but tensor code.
+    """
+    rounds = torch.get_float32_matmul_precision() != "highest"
+    fits = values.dtype == torch.bfloat16 or (values.dtype == torch.float32 and rounds)
+    return values.is_cuda and fits and get_proxy_mode() is None and find_spec("triton") is not None
+
+
+def _run(projected: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """States, cells and gates."""
+    times = (projected + bias[:, None, None]).to(projected.dtype).unbind(1)
+    recurrent = torch.zeros_like(times[0])
+    before = recurrent.chunk(4, dim=-1)[0].contiguous()
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
+    for at_time in times:
+        if steps:
+            state, before, _ = steps[-1]
+            recurrent = torch.bmm(state, weight)
+        steps.append(_cell(at_time, recurrent, before))
+    states, cells, gates = (torch.stack(values, dim=1) for values in zip(*steps, strict=True))
+    return states, cells, gates
+
+
+def _run_backward(gradient: Tensor, weight: Tensor, cells: Tensor, gates: Tensor) -> Tensor:
+    """The gradient of what went into the gates."""
+    nothing = torch.zeros_like(cells[:, 0])
+    of_state, of_cell, found = gradient[:, -1], nothing, []
+    for t in reversed(range(gates.shape[1])):
+        before = cells[:, t - 1] if t else nothing
+        of_gates, of_cell = _cell_backward(of_state, of_cell, before, cells[:, t], gates[:, t])
+        found.append(of_gates)
+        if t:
+            of_state = torch.baddbmm(gradient[:, t - 1], of_gates, weight.mT)
+    return torch.stack(found[::-1], dim=1)
 
 
 def _cell(projected: Tensor, recurrent: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,8 +145,3 @@ def _cell_backward(
         of_state * bent * o * (1 - o),
     ]
     return torch.cat(parts, dim=-1), of_cell * f
-
-
-def _times_joined(values: Tensor) -> Tensor:
-    """[T, K, B, n] to [K, T * B, n]."""
-    return values.transpose(0, 1).flatten(1, 2)
