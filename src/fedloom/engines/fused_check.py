@@ -2,7 +2,7 @@
 
 A deep net with batch norms makes another step of the least rounding, so that one of its steps in two forms tells little
 about either. A layer that is given the same numbers does not: what kernels make of them is compared layer by layer, in
-the first step, for the last client.
+the first step, for the first client.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ def compared() -> Iterator[None]:
 def compare(plain: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
     """Outputs, of inputs, for K clients."""
     if _compares[0]:
-        _agree(plain.__name__, [_last(value) for value in outputs], _as_tuple(plain(*map(_last, inputs))))
+        _agree(plain.__name__, [_first(value) for value in outputs], _as_tuple(plain(*map(_first, inputs))))
 
 
 def compare_gradients(
@@ -45,18 +45,18 @@ def compare_gradients(
         return
     own = [
         value.requires_grad_() if isinstance(value, Tensor) and of_value is not None else value
-        for value, of_value in zip(map(_last, inputs), found, strict=True)
+        for value, of_value in zip(map(_first, inputs), found, strict=True)
     ]
     with torch.enable_grad():
         pairs = [
-            (output, of_output[-1].to(output))
+            (output, of_output[0].to(output))
             for output, of_output in zip(_as_tuple(plain(*own)), of_outputs, strict=True)
             if of_output is not None
         ]
         leaves = [value for value, of_value in zip(own, found, strict=True) if of_value is not None]
         outputs, given = zip(*pairs, strict=True)
         wanted = torch.autograd.grad(outputs, leaves, given)
-    _agree(f"the gradient of {plain.__name__}", [value[-1].float() for value in found if value is not None], wanted)
+    _agree(f"the gradient of {plain.__name__}", [value[0].float() for value in found if value is not None], wanted)
 
 
 def convolution(
@@ -107,8 +107,8 @@ def _normed(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return (x - mean[:, None, None]) * scale[:, None, None] + bias[:, None, None]
 
 
-def _last(value: Any) -> Any:
-    return numbers(value)[-1].detach().float() if isinstance(value, Tensor) else value
+def _first(value: Any) -> Any:
+    return numbers(value)[0].detach().float() if isinstance(value, Tensor) else value
 
 
 def _as_tuple(values: Any) -> tuple[Tensor, ...]:
