@@ -9,6 +9,7 @@ from sklearn.metrics import f1_score
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.training import Training
 
 
 class Bytes(nn.Module):
@@ -90,3 +91,40 @@ def test_auc_needs_one_target_per_sample() -> None:
     made = fl.Federation.from_tensor(x, x, [0, 4], test=(x, x), classes=256)
     with pytest.raises(fl.ModelError, match="auc failed: it needs one target per sample"):
         last(Bytes(), made, metric="auc")
+
+
+class Narrow(nn.Linear):
+    """There is memory for so many samples at once when it is tested."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(4, 3)
+        self.most = most
+        self.widths: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.widths.append(len(x))
+            if len(x) > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def test_a_batch_that_does_not_fit_is_halved() -> None:
+    """And the narrower one is kept; where not even one sample fits, the error is told."""
+    torch.manual_seed(0)
+    model, generator = Narrow(300), torch.Generator().manual_seed(0)
+    x, y = torch.randn(1500, 4, generator=generator), torch.randint(0, 3, (1500,), generator=generator)
+    made = fl.Federation.from_tensor(x[:8], y[:8], [0, 4, 8], test=(x, y), classes=3)
+    local = fl.Local(lr=0.0)
+    run = Training(model, made, "fedavg", rounds=1, local=local, engine="loop", device="cpu")
+    tested = run.simulation.task.model
+    assert isinstance(tested, Narrow)
+    tested.widths.clear()
+    found = run.run().history[-1]
+    assert tested.widths == [1024, 512, 256, 256, 256, 256, 256, 220]
+    outputs = nn.functional.linear(x, model.weight, model.bias).detach()
+    assert found["test_accuracy"] == float((outputs.argmax(1) == y).double().mean())
+    assert found["test_loss"] == pytest.approx(float(nn.functional.cross_entropy(outputs.double(), y)), rel=1e-6)
+    tested.most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        run.simulation.evaluate(run.state)

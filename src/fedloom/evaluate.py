@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from fedloom.data.transforms import Preparation
-from fedloom.errors import ConfigError, ModelError, nearest
+from fedloom.errors import ConfigError, ModelError, nearest, out_of_memory
 from fedloom.federation import Holdout, has_target
+from fedloom.models.recurrent import is_recurrent
 from fedloom.space import Buffers
 from fedloom.task import Task
 
 Score = Callable[[Tensor, Tensor], float]
 BATCH = 1024
+WIDE = 8192  # on a GPU, of a recurrent net: one step in time comes after the other, whether samples are few or many
 
 
 def predicted(outputs: Tensor) -> Tensor:
@@ -133,13 +135,24 @@ class Evaluator:
     @torch.no_grad()
     def _outputs(self, flat: Tensor, buffers: Buffers, holdout: Holdout) -> tuple[Tensor, Tensor]:
         self.task.model.eval()
-        outputs, losses = [], []
-        for x, y in zip(torch.split(holdout.x, BATCH), torch.split(holdout.y, BATCH), strict=True):
-            prepared = self.task.laid_out(self.preparation.clean(x, flat.dtype))
-            found = self.task.outputs(flat, buffers, prepared)
-            losses.append(self.task.loss(found, y))
-            outputs.append(_labels(found) if self.score in OF_LABELS else found)
-        return torch.cat(outputs), torch.cat(losses).double()
+        width = WIDE if flat.is_cuda and is_recurrent(self.task.model) else BATCH
+        done: list[tuple[Tensor, Tensor]] = []
+        at = 0
+        while at < len(holdout.x) or not done:
+            try:
+                done.append(self._some(flat, buffers, holdout.x[at : at + width], holdout.y[at : at + width]))
+                at += width
+                continue
+            except RuntimeError as error:
+                if not out_of_memory(error) or width == 1:
+                    raise
+            width //= 2  # outside of the handler, whose traceback holds on to memory
+        outputs, losses = (torch.cat(parts) for parts in zip(*done, strict=True))
+        return outputs, losses.double()
+
+    def _some(self, flat: Tensor, buffers: Buffers, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.task.outputs(flat, buffers, self.task.laid_out(self.preparation.clean(x, flat.dtype)))
+        return _labels(found) if self.score in OF_LABELS else found, self.task.loss(found, y)
 
 
 def _labels(outputs: Tensor) -> Tensor:

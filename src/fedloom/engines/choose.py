@@ -24,7 +24,7 @@ from fedloom.engines.vector import Vector, never
 from fedloom.errors import ConfigError, nearest
 from fedloom.federation import Federation
 from fedloom.memory import Room
-from fedloom.models.recurrent import LSTMLayer
+from fedloom.models.recurrent import is_recurrent
 from fedloom.stages import Setup, Updates, Work
 from fedloom.task import Task
 
@@ -256,10 +256,6 @@ def device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def is_recurrent(model: nn.Module) -> bool:
-    return has(model, LSTMLayer, nn.RNNBase, nn.RNNCellBase)
 
 
 def has(model: nn.Module, *kinds: type[nn.Module]) -> bool:

@@ -97,6 +97,10 @@ def set_fused(model: nn.Module, fused: bool) -> None:
             module.fused = fused
 
 
+def is_recurrent(model: nn.Module) -> bool:
+    return any(isinstance(module, LSTMLayer | nn.RNNBase | nn.RNNCellBase) for module in model.modules())
+
+
 class LastState(nn.Module):
     """Token ids [B, T], or numbers [B, T, features], to one answer [B, outputs] from the last state."""
 
