@@ -292,7 +292,10 @@ def test_a_model_that_draws_itself_is_trained_in_a_loop_on_one_core(monkeypatch:
         assert torch.equal(fl.fit(model, federation(), rounds=3, engine=engine).params, alone.params)
 
 
-def test_a_cohort_that_does_not_fit_is_trained_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cohort_that_does_not_fit_is_trained_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so."""
     seen: list[int] = []
     run = Vector._play
 
@@ -301,6 +304,8 @@ def test_a_cohort_that_does_not_fit_is_trained_in_pieces(monkeypatch: pytest.Mon
         run(self, cohort, planned)
 
     monkeypatch.setattr(Vector, "_play", watched)
-    loop, vector = both(dense(), federation(), "scaffold", clients_per_round=7, max_memory="40kB")
+    with caplog.at_level("INFO", "fedloom"):
+        loop, vector = both(dense(), federation(), "scaffold", clients_per_round=7, max_memory="40kB")
     assert max(seen) == 2
+    assert "2 clients are trained at a time, as many as max_memory has room for" in caplog.text
     assert apart(vector.params, loop.params) < 1e-9

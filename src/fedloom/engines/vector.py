@@ -128,6 +128,8 @@ class Vector:
             by_width.setdefault(width_of(own.longest, self._most), []).append(k)
         for alike in by_width.values():
             pieces = -(-len(alike) // self.together)
+            if pieces > 1:
+                LOG.info("%d clients are trained at a time, as many as max_memory has room for", self.together)
             for piece in np.array_split(np.array(alike), pieces):
                 yield piece.tolist()
 
