@@ -111,7 +111,7 @@ class Task:
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """For training alone: what a model has learned is measured in full."""
-        lowers = self.precision == "bf16" and self.model.training
+        lowers = self.precision == "bf16" and (self.model.training or torch.is_grad_enabled())
         return torch.autocast(device.type, torch.bfloat16) if lowers else nullcontext()
 
 

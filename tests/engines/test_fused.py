@@ -5,6 +5,8 @@ Here the three layers are tensor code, in float64; their kernels are in tests/gp
 
 import dataclasses
 import logging
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,6 +118,12 @@ class Joined(nn.Module):
             a = joined.relu() + a
         elif self.how == "+=":
             a += b
+        elif self.how == "+=, two names":
+            other = a
+            other += b
+        elif self.how == "+=, of a sum":
+            b += a.relu() + x
+            a = b
         elif self.how == "method":
             a = a.add(b).relu()
         elif self.how == "torch":
@@ -148,7 +156,10 @@ NETS: dict[str, nn.Module] = {
     "no statistics": nn.Sequential(
         *pieces(nn.Conv2d(8, 4, 1, bias=False)), nn.BatchNorm2d(4, track_running_stats=False)
     ),
-    **{how: Joined(how) for how in ("+=", "method", "torch", "scaled", "number", "twice")},
+    **{
+        how: Joined(how)
+        for how in ("+=", "+=, two names", "+=, of a sum", "method", "torch", "scaled", "number", "twice")
+    },
     **{how: Joined(how) for how in ("product", "tensor first", "list", "inplace", "inplace, later")},
 }
 
@@ -205,6 +216,25 @@ def test_a_bottleneck_writes_only_what_it_must() -> None:
     first = [("plain", 3), ("normed", 1), ("through", 3), ("normed", 1), ("normed", 1)]  # the last is the shortcut
     assert Convolution.calls == [*first, ("through", 1), ("through", 3), ("normed", 1)]
     assert Sum.calls == ["alone", "normed", "alone"]  # the second block's sum is not asked for yet
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "method": lambda a, b: a.add_(b),
+    "method of one": lambda a, b: a.relu_(),
+    "function": lambda a, b: torch.relu_(a),
+    "argument": lambda a, b: F.leaky_relu(a, 0.1, inplace=True),
+    "product": operator.imul,
+    "number": lambda a, b: operator.iadd(a, 2),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_nothing_pending_is_changed_in_place(how: str) -> None:
+    """It is told, so that the step runs without fused layers. Sums and ReLUs of norms are known under all names."""
+    layer = nn.Sequential(*pieces()[:2]).double().train()
+    x = torch.randn(B, 3, 6, 6, dtype=torch.float64)
+    with Fused(), pytest.raises(NotImplementedError, match="can't be changed in place"):
+        CHANGES[how](layer(x), layer(x))
 
 
 def test_evaluation_and_single_values_are_left_alone() -> None:
@@ -270,18 +300,26 @@ class Wrong(Sum):
         return super().apply(*values)
 
 
+class Other(Sum):
+    """What no comparison of layers finds."""
+
+    @classmethod
+    def apply(cls, *values: Any) -> Tensor:
+        return super().apply(*values) * 1.5
+
+
 class Failing(Sum):
     @classmethod
     def apply(cls, *values: Any) -> Tensor:
         raise RuntimeError("PTXAS error")
 
 
-FAILED = "Triton failed, so steps run without it: "
+FAILED = "the fused form failed, so steps run without it: "
+WARNINGS = [(Wrong, f"{FAILED}addition is off by 0.5"), (Failing, f"{FAILED}PTXAS error")]
+WARNINGS += [(Other, "the fused form has other losses (off by ")]
 
 
-@pytest.mark.parametrize(
-    ("layer", "warning"), [(Sum, ""), (Wrong, f"{FAILED}addition is off by 0.5"), (Failing, f"{FAILED}PTXAS error")]
-)
+@pytest.mark.parametrize(("layer", "warning"), [(Sum, ""), *WARNINGS])
 def test_a_fused_step_is_compared_first(
     layer: Any, warning: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,7 @@ from fedloom.engines.kernels import Faster
 from fedloom.task import Task
 
 EXACT = (torch.float32,)  # what parameters may be
+IN_PLACE = "an image that is not written yet can't be changed in place"
 MOST_CHANNELS = {1: 256, 2: 64, 3: 64}  # by the size of a kernel: up to where these were measured, and are faster
 
 
@@ -119,15 +120,25 @@ class Pending:
     def __add__(self, other: Any) -> Any:
         return _sum(self, other)
 
-    __radd__ = __iadd__ = __add__
+    __radd__ = __add__
+
+    def __iadd__(self, other: Any) -> "Pending":
+        """Under all of its names."""
+        found = _sum(replace(self), other)
+        if not isinstance(found, Pending):
+            raise NotImplementedError(IN_PLACE)
+        self.__dict__.update(found.__dict__)
+        return self
 
     def dim(self) -> int:
         return self.image.dim()
 
-    def size(self, axis: int | None = None) -> Any:
-        return self.image.shape if axis is None else self.image.shape[axis]
+    def size(self, dim: int | None = None) -> Any:
+        return self.image.shape if dim is None else self.image.shape[dim]
 
     def __getattr__(self, name: str) -> Any:
+        if _changes(name):
+            raise NotImplementedError(IN_PLACE)
         if name in ("shape", "ndim", "dtype", "device", "is_cuda"):
             return getattr(self.image, name)
         return getattr(self.tensor(), name)
@@ -137,9 +148,19 @@ def _as_a_tensor(name: str) -> Callable[..., Any]:
     return lambda self, *others: getattr(self.tensor(), name)(*_written(others))
 
 
+def _refused(self: Pending, other: Any) -> Any:
+    raise NotImplementedError(IN_PLACE)
+
+
+def _changes(name: str) -> bool:
+    """Does an operation change its first argument?"""
+    return name.endswith("_") and not name.endswith("__")
+
+
 for operator in ("mul", "sub", "truediv", "floordiv", "mod", "pow", "matmul"):  # Python asks the class for these
     for side in ("", "r"):
         setattr(Pending, f"__{side}{operator}__", _as_a_tensor(f"__{side}{operator}__"))
+    setattr(Pending, f"__i{operator}__", _refused)
 for operator in ("neg", "abs", "getitem", "len", "iter", "lt", "le", "gt", "ge", "eq", "ne", "bool", "float", "invert"):
     setattr(Pending, f"__{operator}__", _as_a_tensor(f"__{operator}__"))
 
@@ -167,6 +188,8 @@ class Fused(Faster):
             return first.rectified(*args[1:], **kwargs)
         if func in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__) and len(args) == 2 and not kwargs:
             return _sum(*args)
+        if isinstance(first, Pending) and (_changes(getattr(func, "__name__", "")) or kwargs.get("inplace")):
+            raise NotImplementedError(IN_PLACE)
         return None
 
 

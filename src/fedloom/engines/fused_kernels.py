@@ -26,9 +26,10 @@ def normed(values, at, mean, scale, bias, channels, known, RELU: tl.constexpr):
 
 @triton.jit
 def fitting(values, like):
-    """As numbers of a kind; of half precision those that are too large become the largest."""
+    """As numbers of a kind; of half precision those that are too large, but not infinite, become the largest."""
     if like.dtype.element_ty == tl.float16:
-        values = tl.where(values > 65504, 65504.0, tl.where(values < -65504, -65504.0, values))
+        values = tl.where((values > 65504) & (values < float("inf")), 65504.0, values)
+        values = tl.where((values < -65504) & (values > float("-inf")), -65504.0, values)
     return values.to(like.dtype.element_ty)
 
 

@@ -80,9 +80,10 @@ class ConvolutionOfClients(torch.autograd.Function):
         y = x.new_empty((shape.rows, shape.samples, *shape.to, shape.outs))
         statistics = torch.empty((shape.rows, 2, shape.outs), device=x.device)
         convolve(read, norm, relu, weight, stride, padding, numbers(y), statistics)
-        found = (by_channel(y), statistics, *([x.view_as(x)] if through else []))
-        compare(convolution, (x, mean, scale, bias, relu, through, weight, stride, padding), found)
-        return found
+        beside = [x.view_as(x)] if through else []
+        inputs = (x, mean, scale, bias, relu, through, weight, stride, padding)
+        compare(convolution, inputs, (by_channel(y), *statistics.unbind(1), *beside))
+        return by_channel(y), statistics, *beside
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -113,15 +114,16 @@ class ConvolutionOfClients(torch.autograd.Function):
             turned = weight.flip(3, 4).transpose(1, 2)
             convolve(given.g, None, False, turned, 1, shape.size - 1 - ctx.padding, of_x, None)
             of_x = of_x if beside is None else of_x + beside
-        elif ctx.needs_input_grad[0]:
+        elif any(ctx.needs_input_grad[:4]):
             of_x, of_scale, of_bias = input_gradient(given, x, norm, ctx.relu, weight, shape, beside)
             of_mean = None if of_bias is None else -scale * of_bias
         of_x = None if of_x is None else by_channel(of_x)
         of_weight = weight_gradient(given, x, norm, ctx.relu, shape).reshape(weight.shape)
         found = (of_x, of_mean, of_scale, of_bias, None, None, of_weight, None, None)
         settings = (ctx.relu, ctx.through, weight, ctx.stride, ctx.padding)
-        of_outputs = (g, of_statistics, *([through] if ctx.through else []))
-        compare_gradients(convolution, (by_channel(x), mean, scale, bias, *settings), of_outputs, found)
+        of_outputs = (g, *of_statistics.unbind(1), *([through] if ctx.through else []))
+        inputs = (by_channel(x), mean, scale, bias, *settings)
+        compare_gradients(convolution, inputs, of_outputs, found, ctx.needs_input_grad)
         return found
 
 
@@ -150,7 +152,8 @@ class ScaleOfClients(torch.autograd.Function):
             weight.stride(0), momentum, eps, places, C=channels, BC=block_of(channels),
         )  # fmt: skip
         mean, scale, new_mean, new_var = found
-        compare(scaling, (statistics, weight, eps), (mean, scale))
+        inputs = (*statistics.unbind(1), weight, running_mean, running_var, momentum, eps, places)
+        compare(scaling, inputs, found)
         return mean, scale, new_mean, new_var
 
     @staticmethod
@@ -174,7 +177,10 @@ class ScaleOfClients(torch.autograd.Function):
             statistics, weight, of_mean.contiguous(), of_scale.contiguous(), of_statistics, of_weight,
             weight.stride(0), ctx.eps, C=channels, BC=block_of(channels),
         )  # fmt: skip
-        compare_gradients(scaling, (statistics, weight, ctx.eps), (of_mean, of_scale), (of_statistics, of_weight, None))
+        inputs = (*statistics.unbind(1), weight, weight, weight, 0.1, ctx.eps, 2)  # the running ones have no gradient
+        gradients = (*of_statistics.unbind(1), of_weight, *5 * [None])
+        needed = (*2 * ctx.needs_input_grad[:1], *ctx.needs_input_grad[1:])
+        compare_gradients(scaling, inputs, (of_mean, of_scale, None, None), gradients, needed)
         return of_statistics, of_weight, None, None, None, None, None
 
 
@@ -235,7 +241,7 @@ class SumOfClients(torch.autograd.Function):
         of_bias, of_scale, of_other_scale = partial.sum(1).unbind(1)
         found: tuple[Tensor | None, ...] = (of_y, -scale * of_bias, of_scale, of_bias, of_other if kind else None)
         found += (-other_scale * of_bias, of_other_scale, of_bias, None) if kind == 2 else (None, None, None, None)
-        compare_gradients(addition, (*inputs, ctx.relu), [by_channel(g)], found)
+        compare_gradients(addition, (*inputs, ctx.relu), [by_channel(g)], found, ctx.needs_input_grad)
         return found
 
 
@@ -249,7 +255,8 @@ class PackedOfClients(torch.autograd.Function):
 
     @staticmethod
     def forward(images: Tensor) -> Tensor:
-        return by_channel(by_place(images.clamp(-LARGEST_HALF, LARGEST_HALF).to(torch.float16)).view(torch.bfloat16))
+        fitting = images.clamp(-LARGEST_HALF, LARGEST_HALF).where(images.isfinite(), images)
+        return by_channel(by_place(fitting.to(torch.float16)).view(torch.bfloat16))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -261,11 +268,11 @@ class PackedOfClients(torch.autograd.Function):
 
 
 class UnpackedOfClients(torch.autograd.Function):
-    """What everybody else can read."""
+    """What everybody else can read, though not change: it is a view, so that `autograd` refuses it."""
 
     @staticmethod
     def forward(images: Tensor) -> Tensor:
-        return numbers(images).to(torch.bfloat16)
+        return numbers(images).to(torch.bfloat16).contiguous().view(images.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

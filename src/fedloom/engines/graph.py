@@ -97,6 +97,22 @@ def difference(fast: Callable[[], Any], plain: Callable[[], Any], cohort: Cohort
         return max(_apart(*one, sizes) for one in found)
 
 
+def loss_difference(fast: Callable[[], Any], plain: Callable[[], Any], cohort: Cohort) -> float:
+    """How far the clients' losses in a step of a fast form are from those of the plain one, as a share of them."""
+    right, found = (_losses(step, cohort) for step in (plain, fast))
+    known = right.isfinite()
+    norm = torch.linalg.vector_norm
+    off = norm((found - right)[known]) / norm(right[known]).clamp(min=torch.finfo(right.dtype).tiny)
+    return float(off.nan_to_num(nan=torch.inf))
+
+
+def _losses(step: Callable[[], Any], cohort: Cohort) -> Tensor:
+    before = cohort.total.clone()
+    with undone(cohort):
+        step()
+        return cohort.total - before
+
+
 def nudged(step: Callable[[], Any], cohort: Cohort, unit: float) -> Callable[[], Any]:
     """The same step of models whose numbers are off by up to `unit` of themselves, as products round them. In a deep
     net with batch norm that alone makes quite another step, so two right forms of it may be as far from each other.
