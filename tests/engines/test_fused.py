@@ -224,7 +224,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "function": lambda a, b: torch.relu_(a),
     "argument": lambda a, b: F.leaky_relu(a, 0.1, inplace=True),
     "product": operator.imul,
-    "number": lambda a, b: operator.iadd(a, 2),
+    "number": lambda a, b: a.__iadd__(2),
 }
 
 

@@ -43,7 +43,7 @@ def outcome(plain: Callable[..., Any], inputs: Sequence[Any]) -> tuple[list[Tens
 
 def changed(values: Sequence[Any], at: int, k: int, by: float) -> list[Any]:
     """The same, but one of them is something else for one client."""
-    found = [None if own is None else own.detach().clone() for own in values]
+    found: list[Any] = [None if own is None else own.detach().clone() for own in values]
     found[at][k] *= by
     return found
 
@@ -74,7 +74,7 @@ def test_what_should_be_zero_may_be_rounding() -> None:
     """A norm's bias before a convolution 1x1 and another norm has no gradient: all that there is of it is rounding."""
     x, weight = drawn(B, C, 6, 6), drawn(OUTS, C, 1, 1)
     inputs = [x, *NORM, False, False, weight, 1, 0]
-    y = torch.stack([convolution(*(v[k] if isinstance(v, Tensor) else v for v in inputs))[0] for k in range(K)])
+    y = outcome(convolution, inputs)[0][0]
     given = torch.sin(torch.arange(y.numel()).float()).view_as(y)
     given = given - given.mean((1, 3, 4), keepdim=True)
     found: list[Tensor | None] = []
@@ -106,9 +106,9 @@ def test_a_convolution_is_what_pytorch_makes_of_it() -> None:
 def test_a_scaling_is_what_pytorch_makes_of_it() -> None:
     layer, y = torch.nn.BatchNorm2d(C).train(), IMAGE[0]
     wanted = layer(y)
-    statistics = [y.mean((0, 2, 3)), y.var((0, 2, 3), unbiased=False)]
-    places = y.numel() // C
-    mean, scale, *after = scaling(*statistics, layer.weight, torch.zeros(C), torch.ones(C), 0.1, layer.eps, places)
+    statistics = (y.mean((0, 2, 3)), y.var((0, 2, 3), unbiased=False))
+    before = (torch.zeros(C), torch.ones(C))
+    mean, scale, *after = scaling(*statistics, layer.weight, *before, 0.1, layer.eps, y.numel() // C)
     torch.testing.assert_close((y - mean[:, None, None]) * scale[:, None, None], wanted)
     torch.testing.assert_close(after, [layer.running_mean, layer.running_var])
 
