@@ -15,7 +15,7 @@ from torch import nn
 import fedloom as fl
 from fedloom.models.resnet import Basic
 
-EVERY, MEASURED, TESTED, BATCH = 5, 4096, 4000, 500
+EVERY, MEASURED, TESTED, BATCH = 5, 4096, 4000, 512
 
 
 def net() -> nn.Module:
