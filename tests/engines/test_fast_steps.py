@@ -499,6 +499,25 @@ def test_recordings_for_fewer_rows(room: int) -> None:
         assert rows <= (2 * n if rows <= 32 else 1.5 * n) or rows == room
 
 
+@pytest.mark.parametrize("room", [1, 2, 3, 7, 10, 33, 60, 100, 245, 270, 1000])
+def test_recordings_where_every_row_costs(room: int) -> None:
+    found = graph.rows_of_recordings(room, heavy=True)
+    assert list(found) == sorted(set(found))
+    assert found[-1] == room
+    for n in range(1, room + 1):
+        rows = next(size for size in found if size >= n)
+        assert rows <= 1.25 * n
+
+
+@pytest.mark.parametrize(("name", "heavy"), [("lstm(hidden=4)", True), ("mlp(hidden=[4])", False)])
+def test_of_recurrent_nets_every_row_costs(name: str, heavy: bool) -> None:
+    federation = fl.Federation.from_arrays([(torch.randn(9, 5, 3), torch.arange(9) % 2) for _ in range(3)])
+    run = Training(fl.model(name, federation), federation, "fedavg", rounds=1, engine="vector", compile=False)
+    engine = run.simulation.engine
+    assert isinstance(engine, Vector)
+    assert engine._heavy == heavy
+
+
 def test_how_far_rounding_carries_a_step() -> None:
     """In proportion to the rounding and to how steep the step is; of the nudge itself nothing is left in the model."""
     generator = torch.Generator().manual_seed(0)

@@ -239,6 +239,20 @@ def test_one_by_one(processes: int | None, tmp_path: Path, monkeypatch: pytest.M
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+def test_runs_with_the_same_clients_are_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary is made of the texts of the clients that train, so that the models of two folds may differ."""
+    folds = SMALL.replace("seeds: 2", "seeds: 1\nfolds: 5").replace("settings: {data", "settings: {pooled: true, data")
+    seen: list[list[int | None]] = []
+
+    def looked_at(groups: Any, *rest: Any, **settings: Any) -> dict[int, Any]:
+        seen.extend([job.config.fold for job in group] for group in groups)
+        return {}
+
+    monkeypatch.setattr(reproducing, "side_by_side", looked_at)
+    reproduce(read_recipe(written(folds, tmp_path)), tmp_path / "out", console=QUIET, rows=["skewed/2"], processes=5)
+    assert seen == [[fold, fold] for fold in range(5)]  # two methods
+
+
 def test_a_row_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = read_recipe(written(SMALL, tmp_path))
     started = start_runs

@@ -50,7 +50,7 @@ def drawn(samples: int, hidden: int, dtype: torch.dtype) -> tuple[list[Tensor], 
 
 def play(given: list[Tensor], gradient: Tensor) -> list[Tensor]:
     leaves = [values.clone().requires_grad_() for values in given]
-    states = Recurrence.apply(*leaves)[0]  # type: ignore[no-untyped-call]
+    states = Recurrence.apply(*leaves, True)[0]  # type: ignore[no-untyped-call]
     return [states.detach(), *torch.autograd.grad(states, leaves, gradient)]
 
 
@@ -75,6 +75,15 @@ def test_states_and_gradients(samples: int, hidden: int, dtype: torch.dtype) -> 
         assert apart(ours, theirs) < ALLOWED[dtype]
     for ours, again in zip(found, play(given, gradient), strict=True):
         assert torch.equal(ours, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_alone_where_no_gradient_follows(dtype: torch.dtype) -> None:
+    given, gradient = drawn(70, 100, dtype)
+    states, cells, gates = Recurrence.apply(*given, False)  # type: ignore[no-untyped-call]
+    assert torch.equal(states, play(given, gradient)[0])
+    assert cells.shape == (K, 1, 70, 100)
+    assert not gates.numel()
 
 
 def test_one_time() -> None:

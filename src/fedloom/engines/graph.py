@@ -167,16 +167,22 @@ def recorded(run: Callable[[], Any], cohort: Cohort, pool: list[Any]) -> Callabl
 
 
 @cache
-def rows_of_recordings(room: int) -> tuple[int, ...]:
+def rows_of_recordings(room: int, heavy: bool = False) -> tuple[int, ...]:
     """For how many rows steps of a cohort are recorded: all of them, and powers of two up to a half. Where a step takes
-    the longer the more rows it has, some in between as well.
+    the longer the more rows it has, some in between as well. A `heavy` step takes longer with every row, and is not
+    compiled: more of its recordings are made, so that few rows are computed that have finished.
 
     >>> rows_of_recordings(10)
     (1, 2, 4, 10)
     >>> rows_of_recordings(256)
     (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+    >>> rows_of_recordings(40, heavy=True)
+    (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40)
     """
     powers = [1 << k for k in range(room.bit_length())]
+    if heavy:
+        quarters = {max(1, power * quarter // 4) for power in powers for quarter in (4, 5, 6, 7)}
+        return (*sorted(rows for rows in quarters if rows < room), room)
     between = [3 * power // 2 for power in powers if power >= LONGER_BY_ROWS]
     fewer = [rows for rows in powers + between if rows <= (0.8 if rows >= LONGER_BY_ROWS else 0.5) * room]
     return (*sorted(fewer), room)

@@ -41,7 +41,7 @@ from fedloom.engines.kernels import faster
 from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan, power_of_two, width_of
 from fedloom.errors import out_of_memory
 from fedloom.federation import Federation
-from fedloom.models.recurrent import set_fused
+from fedloom.models.recurrent import is_recurrent, set_fused
 from fedloom.space import Buffers
 from fedloom.stages import Setup, State, Updates, Work
 from fedloom.task import Task
@@ -147,6 +147,11 @@ class Vector:
     def _most(self) -> int:
         return self.setup.local.batch_size or int(self.setup.sizes.max())
 
+    @cached_property
+    def _heavy(self) -> bool:
+        """Every step in time is a product of its own, and none is compiled."""
+        return is_recurrent(self.task.model) and not self.compile
+
     @property
     def _keeps(self) -> bool:
         return self.graphs or self.compile
@@ -218,7 +223,8 @@ class Vector:
             with TURNSTILE.beside():
                 self.step(cohort, n, width)
             return
-        rows = next(size for size in rows_of_recordings(room) if size >= n) if self.graphs else room
+        sizes = rows_of_recordings(room, self._heavy) if self.graphs else (room,)
+        rows = next(size for size in sizes if size >= n)
         if (rows, width) not in cohort.recorded:
             worth = whole or (width == widest and self.gains(rows, width, room))
             cohort.recorded[rows, width] = self._prepared(cohort, rows, width, worth)

@@ -257,11 +257,12 @@ def _run(jobs: list[Job], console: Console, lockstep: bool, processes: int | Non
 
 def _run_apart(jobs: list[Job], console: Console, lockstep: bool, processes: int) -> dict[Path, str]:
     """Side by side, those with the most works first: the shortest fill the gaps at the end. In lockstep, what can be
-    trained as one cohort is one process's, as long as there is enough for all.
+    trained as one cohort is one process's, as long as there is enough for all; runs with the same clients come
+    together, since a vocabulary or a scale may be made of their samples.
     """
     kinds: dict[str, list[Job]] = {}
     with Watch(sum(job.config.rounds for job in jobs), console) as watch:
-        for job in sorted(jobs, key=lambda job: -_works(job.config)):
+        for job in sorted(jobs, key=lambda job: (-_works(job.config), job.config.seed, job.config.fold or 0)):
             kinds.setdefault(_kind(job.config), []).append(_watched(job, watch))
         size = min(TOGETHER, max(1, len(jobs) // processes)) if lockstep else 1
         groups = [own[i : i + size] for own in kinds.values() for i in range(0, len(own), size)]

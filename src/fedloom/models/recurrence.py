@@ -2,10 +2,9 @@
 
 Hochreiter, Schmidhuber: Long Short-Term Memory. Neural Computation 1997.
 
-PyTorch's kernel takes one client at a time. Here all clients go through time together, forward and backward; the
-gradient of the weights is one product over all times. On a GPU a program takes some samples of a client through all
-times (`recurrence_kernels.py`); elsewhere, and where a product must be exact, a step in time is one product for all
-clients and one pass over their gates.
+PyTorch's kernel takes one client at a time. Here all clients go through time together, forward and backward: a step in
+time is one product for all of them and one pass over their gates. The gradient of the weights is one product over all
+times. On a GPU the pass over the gates is a kernel (`recurrence_kernels.py`).
 
 Values lie as [K, T, B, n], client by client and time by time: so `vmap` holds them, and a product over all times reads
 them as they are.
@@ -29,34 +28,35 @@ def recurrence(projected: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if lowers and projected.dtype != torch.float64:
         projected = projected.to(torch.get_autocast_dtype(kind))
     with torch.autocast(kind, enabled=False):
-        own = (projected, weight.to(projected.dtype), bias)
-        states: Tensor = Recurrence.apply(*(values.unsqueeze(0) for values in own))[0]  # type: ignore[no-untyped-call]
+        own = (values.unsqueeze(0) for values in (projected, weight.to(projected.dtype), bias))
+        states: Tensor = Recurrence.apply(*own, torch.is_grad_enabled())[0]  # type: ignore[no-untyped-call]
     return states.squeeze(0)
 
 
 class Recurrence(torch.autograd.Function):
     """The states of K clients, [K, T, B, 4H], [K, H, 4H] and [K, 4H] to [K, T, B, H], and what their gradients need:
-    cells, and the gates [K, T, B, 4H] after their sigmoids and tanh.
+    cells, and the gates [K, T, B, 4H] after their sigmoids and tanh. Where no gradient follows, a GPU need not `keep`
+    them.
     """
 
     @staticmethod
-    def forward(projected: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(projected: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
         if not _has_kernels(projected):
             return _run(projected, weight, bias)
         from fedloom.recurrence_kernels import run_forward
 
-        return run_forward(projected, weight, bias)
+        return run_forward(projected, weight, bias, keep)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # zeros for cells and gates would fill more memory than all else
-        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.save_for_backward(*inputs[1:3], *output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if gradient is None:  # nobody used the states
-            return None, None, None
+            return None, None, None, None
         weight, bias, states, cells, gates = ctx.saved_tensors
         if _has_kernels(gates):
             from fedloom.recurrence_kernels import run_backward
@@ -65,26 +65,23 @@ class Recurrence(torch.autograd.Function):
         else:
             of_gates = _run_backward(gradient, weight, cells, gates)
         earlier, later = states[:, :-1].flatten(1, 2), of_gates[:, 1:].flatten(1, 2)
-        return of_gates, torch.bmm(earlier.mT, later), of_gates.sum((1, 2), dtype=bias.dtype)
+        return of_gates, torch.bmm(earlier.mT, later), of_gates.sum((1, 2), dtype=bias.dtype), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        rows = info.batch_size
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        rows, (*given, keep) = info.batch_size, values
         held = (
             own.expand(rows, *own.shape) if at is None else own.movedim(at, 0)
-            for own, at in zip(values, in_dims, strict=True)
+            for own, at in zip(given, in_dims[:3], strict=True)
         )
-        found = Recurrence.apply(*(own.flatten(0, 1) for own in held))  # type: ignore[no-untyped-call]
+        found = Recurrence.apply(*(own.flatten(0, 1) for own in held), keep)  # type: ignore[no-untyped-call]
         return tuple(own.unflatten(0, (rows, -1)) for own in found), (0, 0, 0)
 
 
 def _has_kernels(values: Tensor) -> bool:
-    """On a GPU, for products that may be rounded; cuBLAS is faster at those of all digits. Who traces a step to compile
-    it sees nothing but tensor code.
-    """
-    rounds = torch.get_float32_matmul_precision() != "highest"
-    fits = values.dtype == torch.bfloat16 or (values.dtype == torch.float32 and rounds)
-    return values.is_cuda and fits and get_proxy_mode() is None and find_spec("triton") is not None
+    """On an NVIDIA GPU, for all but float64. Who traces a step to compile it sees nothing but tensor code."""
+    fits = values.dtype in (torch.bfloat16, torch.float32) and values.is_cuda and torch.version.hip is None
+    return fits and get_proxy_mode() is None and find_spec("triton") is not None
 
 
 def _run(projected: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
