@@ -284,6 +284,30 @@ def test_relative_differences(tmp_path: Path) -> None:
     assert reproduction.reasons(found) == {"not chosen by --rows": ["even"]}
 
 
+def test_some_methods_now_and_others_later(tmp_path: Path) -> None:
+    """What was run before is told beside what is run now; without what it is relative to, a method has no score."""
+    recipe = read_recipe(written(SMALL.replace("seeds: 2", "seeds: 1\nrelative_to: FedAvg"), tmp_path))
+    first = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["skewed"], methods=["RADFed"])
+    assert [len(cell.runs) for cell in first.cells] == [0, 1, 0, 0]
+    (told,) = (f for f in first.findings() if f.score == "accuracy")
+    assert (told.label, told.told, told.note) == ("RADFed", False, "no FedAvg")
+    missing = reproduction.reasons(first)
+    assert missing == {"not chosen by --methods": ["skewed/2 (FedAvg)"], "not chosen by --rows": ["even"]}
+    second = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["skewed"], methods=["FedAvg"])
+    assert [len(cell.runs) for cell in second.cells] == [1, 1, 0, 0]
+    whole = reproduce(recipe, tmp_path / "whole", console=QUIET, rows=["skewed"])
+    assert [f.mean for f in second.findings()] == pytest.approx([f.mean for f in whole.findings()])
+
+
+def test_a_method_that_a_recipe_does_not_have(tmp_path: Path) -> None:
+    recipe = read_recipe(written(SMALL, tmp_path))
+    with pytest.raises(ConfigError, match="small has no method 'RADFad': did you mean RADFed"):
+        reproduce(recipe, tmp_path / "out", console=QUIET, methods=["RADFad"])
+    assert not (tmp_path / "out").exists()
+    found = reproduce(recipe, tmp_path / "out", console=QUIET, seeds=1, methods=["RADFed"])  # one row has none of it
+    assert {cell.case.row for cell in found.cells if cell.runs} == {"skewed/2"}
+
+
 def test_one_methods_problem_is_not_the_others(tmp_path: Path) -> None:
     text = SMALL.replace("  FedAvg: fedavg\n", "  FedAvg: fedavg\n  Forced: fixed(cohorts=[[99]])\n")
     recipe = read_recipe(written(text, tmp_path))

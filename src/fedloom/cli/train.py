@@ -135,6 +135,7 @@ def reproduce(
     rows: Annotated[
         list[str] | None, typer.Option(help="Only these rows: a name or parts of it, 'cifar10/10%'.")
     ] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Only these methods, as the recipe labels them.")] = None,
     scale: Annotated[
         str, typer.Option(help="paper, quick (a tenth of the rounds, one seed) or smoke (does it run?).")
     ] = "paper",
@@ -166,6 +167,7 @@ def reproduce(
         console=err,
         scale=scale,
         rows=rows or (),
+        methods=methods or (),
         seeds=seeds,
         folds=folds,
         rounds=rounds,

@@ -18,7 +18,7 @@ class Cell:
     config: RunConfig  # as it was run, but for seed and fold
     runs: tuple[Run, ...] = ()
     why_not: str = ""
-    asked: bool = True  # False: its row was not to be run this time
+    asked: bool = True  # False: it was not to be run this time
 
     def values(self, recipe: Recipe, score: str) -> list[float]:
         return [recipe.scores[score].of(run.history) for run in self.runs]
@@ -81,7 +81,8 @@ class Reproduction:
         values = cell.values(self.recipe, score)
         mean, sd = self._mean(cell, score, values)
         lost = "not reached" if function.text.startswith("first(") else "diverged"
-        note = lost if any(map(math.isnan, values)) else ""
+        base = self._base(cell)
+        note = lost if any(map(math.isnan, values)) else "" if base is None or base.runs else f"no {base.case.label}"
         why, runs = cell.why_not, tuple(values)
         return Finding(cell.case.row, cell.case.label, score, mean, sd, len(values), printed, why, note, runs)
 
@@ -95,9 +96,15 @@ class Reproduction:
         if any(map(math.isnan, values)):
             return math.nan, None
         mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
-        base = self.recipe.relative_to
-        if base is None or cell.case.label == base:
+        base = self._base(cell)
+        if base is None:
             return mean, sd
-        other = next(c for c in self.cells if c.case.row == cell.case.row and c.case.label == base)
-        reference = statistics.fmean(other.values(self.recipe, score) or [0.0])
+        reference = statistics.fmean(base.values(self.recipe, score) or [0.0])
         return (100 * (mean / reference - 1) if reference else math.nan), None
+
+    def _base(self, cell: Cell) -> Cell | None:
+        """What the results of a cell are relative to; None: nothing."""
+        label = self.recipe.relative_to
+        if label is None or cell.case.label == label:
+            return None
+        return next(c for c in self.cells if c.case.row == cell.case.row and c.case.label == label)

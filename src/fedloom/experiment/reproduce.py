@@ -21,7 +21,7 @@ from fedloom.diagnose.skew import worst_cohort
 from fedloom.engines.choose import Wishes
 from fedloom.engines.ray import session
 from fedloom.engines.vector import Vector
-from fedloom.errors import ConfigError, FedloomError
+from fedloom.errors import ConfigError, FedloomError, nearest
 from fedloom.experiment.compare import TOGETHER, rounds_for, slug
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, seconds_for
@@ -69,6 +69,7 @@ def reproduce(
     console: Console,
     scale: str = "paper",
     rows: Sequence[str] = (),
+    methods: Sequence[str] = (),
     seeds: int | None = None,
     folds: int | None = None,
     rounds: int | None = None,
@@ -78,10 +79,11 @@ def reproduce(
     play: bool = True,
 ) -> Reproduction:
     """Run a recipe into a folder; what the folder holds already is taken from there. Rows that can't be run are told
-    with the reason. In `lockstep`, runs that the vector engine trains share their cohorts. With `processes` so many of
-    them play the runs side by side. Without `play` nothing is run: it is told what the folder holds.
+    with the reason; of `methods`, where some are named, only those are run. In `lockstep`, runs that the vector engine
+    trains share their cohorts. With `processes` so many of them play the runs side by side. Without `play` nothing is
+    run: it is told what the folder holds.
     """
-    chosen = _chosen(recipe, rows)
+    chosen, labels = _chosen(recipe, rows), _labels(recipe, methods)
     options = dict(settings or {})
     Wishes(options.get("engine", "auto"))
     find_device(options.get("device", "auto"))
@@ -106,13 +108,16 @@ def reproduce(
     left_out: dict[str, str] = {}
     for row, cells in by_row.items():
         kind = (cells[0].config.data, cells[0].config.model)
+        picked = [cell for cell in cells if cell.case.label in labels]
         if row not in chosen:
             left_out[row] = "not chosen by --rows"
+        elif not picked:
+            left_out[row] = "not chosen by --methods"
         elif scale == "smoke" and kind in seen:
             left_out[row] = "smoke runs one row of each data set and model"
         else:
             seen.add(kind)
-            asked.append(_planned_row(recipe, row, cells, repeats, out))
+            asked.append(_planned_row(recipe, row, picked, repeats, out))
     if play:
         done = [
             row
@@ -121,26 +126,24 @@ def reproduce(
         ]
     else:
         done = [row.done({}) for row in asked]
-    by_row |= {row.name: row.cells for row in done}
-    for row, why_not in left_out.items():
-        by_row[row] = _left_out(recipe, by_row[row], repeats, out, why_not)
+    played = {(row.name, cell.case.label): cell for row in done for cell in row.cells}
+    for row, cells in by_row.items():
+        why_not = left_out.get(row, "not chosen by --methods")
+        by_row[row] = [
+            played.get((row, cell.case.label)) or _left_out(recipe, cell, repeats, out, why_not) for cell in cells
+        ]
     folder = out / (recipe.name if scale == "paper" else f"{recipe.name}-{scale}")
     return Reproduction(recipe, scale, folder, tuple(cell for cells in by_row.values() for cell in cells))
 
 
-def _left_out(
-    recipe: Recipe, cells: list[Cell], repeats: list[tuple[int, int | None]], out: Path, why_not: str
-) -> list[Cell]:
-    """A row that is not to be run: with what was run of it before, if that is all of it."""
-    found = []
-    for cell in cells:
-        runs: list[Run] = []
-        with suppress(FedloomError):
-            jobs = [_job(recipe, cell.config, out, *repeat) for repeat in repeats]
-            if all(is_finished(job.folder) for job in jobs):
-                runs = [load_run(job.folder) for job in jobs]
-        found.append(replace(cell, runs=tuple(runs), why_not="" if runs else why_not, asked=False))
-    return found
+def _left_out(recipe: Recipe, cell: Cell, repeats: list[tuple[int, int | None]], out: Path, why_not: str) -> Cell:
+    """A method of a row that is not to be run: with what was run of it before, if that is all of it."""
+    runs: list[Run] = []
+    with suppress(FedloomError):
+        jobs = [_job(recipe, cell.config, out, *repeat) for repeat in repeats]
+        if all(is_finished(job.folder) for job in jobs):
+            runs = [load_run(job.folder) for job in jobs]
+    return replace(cell, runs=tuple(runs), why_not="" if runs else why_not, asked=False)
 
 
 def _chosen(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
@@ -157,6 +160,15 @@ def _chosen(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
             raise ConfigError(f"{recipe.name} has no row {text!r}: the rows are {', '.join(recipe.rows)}")
         found += matching
     return found
+
+
+def _labels(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
+    """Labels of the methods that are to be run."""
+    known = list(dict.fromkeys(case.label for case in recipe.cases))
+    for label in wanted:
+        if label not in known:
+            raise ConfigError(f"{recipe.name} has no method {label!r}: {nearest(label, known)}")
+    return list(wanted) or known
 
 
 class _Row(NamedTuple):
