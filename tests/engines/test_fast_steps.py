@@ -463,6 +463,37 @@ def test_runs_in_lockstep_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(made) == [(64, 8, 4), (128, 8, 8)]
 
 
+def test_recordings_of_a_recurrent_net(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of one to five batches: no step has a row too many. In the second run only some of the clients are asked;
+    the step of all that there is room for is recorded first all the same.
+    """
+    made: list[int] = []
+
+    def recorded(run: Any, cohort: Cohort, pool: list[Any]) -> Any:
+        made.append(run.keywords["n"])
+        return run
+
+    monkeypatch.setattr(vector, "recorded", recorded)
+    sizes = np.cumsum([0, *([8] * 6), *([16, 24, 32, 40] * 2)]).tolist()
+    x, y = torch.randn(sizes[-1], 5, 3, dtype=torch.float64), torch.arange(sizes[-1]) % 2
+    data = fl.Federation.from_tensor(x, y, sizes)
+    model = fl.model("lstm(hidden=4)", data).double()
+    settings: dict[str, Any] = {"rounds": 2, "clients_per_round": 14, "local": fl.Local(batch_size=8, lr=0.1)}
+    plain = fl.fit(model, data, engine="loop", **settings)
+    run = Training(model, data, "fedavg", engine="vector", compile=False, **settings)
+    assert isinstance(run.simulation.engine, Vector)
+    run.simulation.engine.graphs = True
+    assert apart(run.run().params, plain.params) < 1e-9
+    assert made == [14, 8, 6, 4, 2]
+    made.clear()
+    few = Training(model, data, "bernoulli(rate=0.3)", engine="vector", compile=False, **settings)
+    assert isinstance(few.simulation.engine, Vector)
+    few.simulation.engine.graphs = True
+    few.run()
+    assert made[0] == 14
+    assert max(made[1:]) < 14
+
+
 def test_who_says_no_gets_no_compiled_step() -> None:
     long: dict[str, Any] = {"rounds": 10**9, "engine": "vector", "device": "cpu"}
     for compile, wanted in ((None, bool(shutil.which("g++"))), (False, False)):

@@ -225,6 +225,8 @@ class Vector:
             return
         sizes = rows_of_recordings(room, self._heavy) if self.graphs else (room,)
         rows = next(size for size in sizes if size >= n)
+        if self.graphs and self._heavy and not cohort.recorded:  # the largest first: later ones fit into its memory
+            cohort.recorded[room, widest] = self._prepared(cohort, room, widest, worth=False)
         if (rows, width) not in cohort.recorded:
             worth = whole or (width == widest and self.gains(rows, width, room))
             cohort.recorded[rows, width] = self._prepared(cohort, rows, width, worth)
