@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.cli import app
 from fedloom.engines import vector
+from fedloom.engines.cohort import Asked
+from fedloom.engines.joined import Parts, asked_of
 from fedloom.engines.vector import Vector
 from fedloom.lockstep import alike, run_together
 from fedloom.stages import Updates, Work
@@ -165,15 +167,13 @@ def test_works_that_do_not_fit_together(joined: list[int]) -> None:
 
 
 def test_memory_that_runs_out_before_a_step(monkeypatch: pytest.MonkeyPatch, joined: list[int]) -> None:
-    asked = vector._asked
-
-    def tight(parts: Sequence[tuple[Vector, Work]]) -> Any:
+    def tight(parts: Parts) -> Asked:
         if len(parts) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return asked(parts)
+        return asked_of(parts)
 
     wanted = [training(seed=seed).run() for seed in range(5)]
-    monkeypatch.setattr(vector, "_asked", tight)
+    monkeypatch.setattr(vector, "asked_of", tight)
     found = run_together([training(seed=seed) for seed in range(5)], [[] for _ in range(5)])
     assert max(joined) == 5
     for one, other in zip(wanted, found, strict=True):

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedloom.engines.joined import Parts
 from fedloom.engines.vector import Vector
 from fedloom.errors import RunError, out_of_memory
 from fedloom.simulation import guarded
@@ -142,12 +143,9 @@ def _trained(trainings: Sequence[Training], first: int, asked: dict[int, Work]) 
     return found
 
 
-Parts = list[tuple[Vector, Work]]
-
-
 def _portions(lead: Vector, parts: Parts) -> Iterator[Parts]:
     """Works that fit into memory together, as far as that is known."""
-    some: Parts = []
+    some: list[tuple[Vector, Work]] = []
     for part in parts:
         if some and sum(len(work) for _, work in [*some, part]) > lead.together:
             yield some

@@ -14,8 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedloom.data.transforms import Draws
-from fedloom.engines.answer import answer, step_norms
 from fedloom.engines.cohort import Asked, Cohort, upload, upload_all
 from fedloom.engines.dropout import keyed
 from fedloom.engines.fused_check import compared
@@ -37,13 +35,14 @@ from fedloom.engines.graph import (
     rows_of_recordings,
     try_out,
 )
+from fedloom.engines.joined import Clients, Done, Parts, asked_of, positions_of, slices_of
 from fedloom.engines.kernels import faster
-from fedloom.engines.plan import Batches, Plan, batches_of, keys_of, ordered_batches_of, plan, power_of_two, width_of
+from fedloom.engines.plan import Batches, Plan, batches_of, ordered_batches_of, plan, power_of_two, width_of
 from fedloom.errors import out_of_memory
 from fedloom.federation import Federation
 from fedloom.models.recurrent import is_recurrent, set_fused
 from fedloom.space import Buffers
-from fedloom.stages import Setup, State, Updates, Work
+from fedloom.stages import Setup, Updates, Work
 from fedloom.task import Task
 
 LOG = logging.getLogger("fedloom")
@@ -82,20 +81,20 @@ class Vector:
     def train(self, work: Work) -> Updates:
         return self.train_together([(self, work)])[0]
 
-    def train_together(self, parts: "Sequence[tuple[Vector, Work]]") -> list[Updates]:
+    def train_together(self, parts: Parts) -> list[Updates]:
         """The Works of this and other runs with the same model, loss, samples and local settings, as one cohort."""
         self.task.model.train()
         clients = [(one, work, k) for one, work in parts for k in range(len(work))]
         longest = max(self.setup.local.count_steps(int(one.setup.sizes.max())) for one, _ in parts)
         batches = [own for one, work in parts for own in batches_of(one.setup, one.federation, work)]
-        asked = _asked(parts)
-        done = _Done.like(asked, scored=any("final_score" in work.wants for _, work in parts))
+        asked = asked_of(parts)
+        done = Done.like(asked, scored=any("final_score" in work.wants for _, work in parts))
         waiting = list(self._chunks(batches))
         while waiting:
             places, fresh = waiting.pop(0), not self.kept
             try:
                 engine, chunk = self._holding([clients[k] for k in places])
-                planned = plan([batches[k].at(there) for k, there in zip(places, _there(chunk), strict=True)])
+                planned = plan([batches[k].at(there) for k, there in zip(places, positions_of(chunk), strict=True)])
                 order = np.array(places)[planned.order]
                 cohort = engine._cohort(asked.only(order), planned, len(clients), longest)
                 engine._train(cohort, asked.only(order), planned, order, [chunk[i] for i in planned.order], done)
@@ -112,9 +111,11 @@ class Vector:
             self.together = min(self.together, half)
             waiting[:0] = [places[:half], places[half:]]
         steps = [len(own.lengths) for own in batches]
-        return [done.answer(one.setup, work, steps, at) for (one, work), at in zip(parts, _slices(parts), strict=True)]
+        return [
+            done.answer(one.setup, work, steps, at) for (one, work), at in zip(parts, slices_of(parts), strict=True)
+        ]
 
-    def _holding(self, clients: "Rows") -> "tuple[Vector, Rows]":
+    def _holding(self, clients: Clients) -> "tuple[Vector, Clients]":
         """An engine that has these clients' samples in memory, and the same rows under it. Where they stay on disk,
         runs that are trained together have the same ones.
         """
@@ -162,8 +163,8 @@ class Vector:
         asked: Asked,
         planned: Plan,
         order: np.ndarray,
-        clients: "Rows",
-        done: "_Done",
+        clients: Clients,
+        done: Done,
     ) -> None:
         """One chunk through all of its steps; its outcome goes into its places of the whole."""
         device = asked.start.device
@@ -349,7 +350,7 @@ class Vector:
         buffers.update({name: values.detach() for name, values in after.items()})
         return gradient, losses.detach().sum(1)
 
-    def _score(self, clients: "Rows", cohort: Cohort, order: np.ndarray, scores: Tensor) -> None:
+    def _score(self, clients: Clients, cohort: Cohort, order: np.ndarray, scores: Tensor) -> None:
         """Mean over a client's batches, in stored order, of the squared norm of the gradient where it ended; for the
         clients of runs that want it.
         """
@@ -393,86 +394,3 @@ class Vector:
             for alike in [own == width for width in np.unique(own[own > 0])] if self.mixes else [own > 0]:
                 places = np.flatnonzero(alike)
                 yield np.full(len(places), step), places
-
-
-Rows = Sequence[tuple[Vector, Work, int]]  # the run that each client trains for, its Work and its place there
-
-
-def _there(clients: Rows) -> Iterator[np.ndarray]:
-    """Where each client's samples are; neighbours of one run are asked for together."""
-    for _, rows in groupby(clients, key=lambda row: id(row[0])):
-        group = list(rows)
-        yield from group[0][0].federation.positions([int(work.clients[k]) for _, work, k in group])
-
-
-class _Done(NamedTuple):
-    """What came out, a row for each client."""
-
-    rows: Tensor  # [K, P]
-    buffers: Buffers  # [K, ...]
-    losses: Tensor  # [K]
-    raw: Tensor | None  # [K, P]
-    score: Tensor | None  # [K]
-
-    @classmethod
-    def like(cls, asked: Asked, scored: bool) -> "_Done":
-        start = asked.start
-        return cls(
-            torch.empty_like(start, memory_format=torch.contiguous_format),
-            {n: torch.empty_like(b, memory_format=torch.contiguous_format) for n, b in asked.buffers.items()},
-            start.new_zeros(len(start)),
-            torch.zeros_like(start, memory_format=torch.contiguous_format) if asked.raw else None,
-            start.new_zeros(len(start), dtype=torch.float64) if scored else None,
-        )
-
-    def answer(self, setup: Setup, work: Work, steps: Sequence[int], at: slice) -> Updates:
-        extra: State = {}
-        if self.raw is not None and "mean_gradient" in work.wants:
-            extra["mean_gradient"] = self.raw[at]
-        if self.score is not None and "final_score" in work.wants:
-            extra["final_score"] = self.score[at]
-        if "step_norm" in work.wants:
-            extra["step_norm"] = step_norms(setup.local, work, steps[at])
-        buffers = {name: values[at] for name, values in self.buffers.items()}
-        return answer(work, setup, self.rows[at], buffers, self.losses[at], steps[at], extra)
-
-
-def _slices(parts: Sequence[tuple[Vector, Work]]) -> list[slice]:
-    """Where the rows of each Work stand."""
-    ends = np.cumsum([len(work) for _, work in parts]).tolist()
-    return [slice(end - len(work), end) for end, (_, work) in zip(ends, parts, strict=True)]
-
-
-def _asked(parts: Sequence[tuple[Vector, Work]]) -> Asked:
-    """Works, row under row. A correction that only some of them have is zero for the others."""
-    works = [work for _, work in parts]
-    like = works[0].start
-    device, size = like.device, like.shape[-1]
-
-    def stacked(values: Sequence[Tensor]) -> Tensor:
-        return values[0] if len(values) == 1 else torch.cat(list(values))
-
-    def rows(work: Work, one: Tensor) -> Tensor:
-        return one if work.start.dim() == 2 else one.expand(len(work), *one.shape)
-
-    rates = np.zeros((max(work.rates.shape[-1] for work in works), sum(len(work) for work in works)))
-    for work, at in zip(works, _slices(parts), strict=True):
-        own = work.rates.numpy()
-        rates[: own.shape[-1], at] = own.T if own.ndim == 2 else own[:, None]
-    pull = drift = None
-    if any(work.pull is not None for work in works):
-        none = [like.new_zeros(len(work)) if work.pull is None else work.pull for work in works]
-        pull = stacked([values.to(like, non_blocking=not values.is_cuda) for values in none])[:, None]
-    if any(work.drift is not None for work in works):
-        drift = stacked([like.new_zeros(len(work), size) if work.drift is None else work.drift for work in works])
-    found = [keys_of(one.setup, one.federation, one.task.model, work) for one, work in parts]
-    words = [own for own in found if own is not None]
-    return Asked(
-        start=stacked([rows(work, work.start) for work in works]),
-        buffers={name: stacked([rows(work, work.buffers[name]) for work in works]) for name in works[0].buffers},
-        rates=rates,
-        pull=pull,
-        drift=drift,
-        keys=stacked(words).to(device) if words else None,
-        raw=any("mean_gradient" in work.wants for work in works),
-    )
