@@ -1,7 +1,8 @@
 """The kernels of a cohort's LSTMs, played by Triton's interpreter: how far they are from the equations in float64.
 
 A program of its own, since Triton asks for the variable TRITON_INTERPRET when the kernels are read. One line for each
-size: the error of the states and of their gradient, relative to both, and whether states alone are the same.
+size: the relative errors of the states and of the gradient, and whether the states are the same if nothing else is
+kept.
 """
 
 import json
