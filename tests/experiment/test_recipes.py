@@ -329,6 +329,24 @@ def test_missing_data_are_said(tmp_path: Path) -> None:
     assert reproduction.reasons(found)[why] == ["even"]
 
 
+def test_some_folds_now_and_others_later(tmp_path: Path) -> None:
+    text = SMALL.replace("seeds: 2", "seeds: 1\nfolds: 3").replace("test_accuracy, last=3", "test_accuracy")
+    recipe = read_recipe(written(text, tmp_path))
+
+    def played(**asked: Any) -> list[int | None]:
+        found = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["skewed"], methods=["FedAvg"], **asked)
+        return [run.config.fold for cell in found.cells for run in cell.runs]
+
+    assert played(only_folds=[2]) == [2]
+    assert len(list((tmp_path / "out" / "runs").glob("*/*"))) == 1
+    assert played(only_folds=[2, 0, 2]) == [0, 2]
+    with pytest.raises(ConfigError, match="small has folds 0 to 2: there is no fold 3"):
+        played(only_folds=[1, 3])
+    plain = read_recipe(written(SMALL, tmp_path))
+    with pytest.raises(ConfigError, match="small does not hold clients out in folds: there is no fold 0"):
+        reproduce(plain, tmp_path / "out", console=QUIET, only_folds=[0])
+
+
 def test_folds(tmp_path: Path) -> None:
     text = SMALL.replace("seeds: 2", "seeds: 1\nfolds: 2").replace("test_accuracy, last=3", "test_accuracy")
     found = reproduce(read_recipe(written(text, tmp_path)), tmp_path / "out", console=QUIET, rows=["skewed"])

@@ -1,4 +1,4 @@
-"""The recurrent part of an LSTM, of a cohort, against its equations in NumPy and PyTorch's gradients."""
+"""A layer of LSTM, of a cohort, against its equations in NumPy and PyTorch's gradients."""
 
 import copy
 from typing import Any
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import fedloom as fl
 import fedloom.models.recurrence as module
@@ -18,28 +17,33 @@ from fedloom.training import Training
 from tests.engines.test_vector import apart
 from tests.models.making import make
 
-T, K, B, H = 5, 3, 4, 2
+T, K, B, N, H = 5, 3, 4, 3, 2
 
 
-def by_equations(projected: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+def shapes_of(times: int) -> list[tuple[int, ...]]:
+    """Of what goes into a layer of one client."""
+    return [(times, B, N), (4 * H, N), (4 * H, H), (4 * H,)]
+
+
+def by_equations(x: np.ndarray, weight_ih: np.ndarray, weight_hh: np.ndarray, bias: np.ndarray) -> np.ndarray:
     def sigmoid(x: np.ndarray) -> np.ndarray:
         return np.asarray(1 / (1 + np.exp(-x)))
 
-    h = c = np.zeros((projected.shape[1], weight.shape[0]))
+    h = c = np.zeros((x.shape[1], weight_hh.shape[1]))
     states = []
-    for at_time in projected:
-        i, f, g, o = np.split(at_time + h @ weight + bias, 4, axis=1)
+    for at_time in x:
+        i, f, g, o = np.split(at_time @ weight_ih.T + h @ weight_hh.T + bias, 4, axis=1)
         c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
         h = sigmoid(o) * np.tanh(c)
         states.append(h)
     return np.stack(states)
 
 
-def as_tensor_code(projected: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    h = c = projected.new_zeros(projected.shape[1], len(weight))
+def as_tensor_code(x: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor) -> Tensor:
+    h = c = x.new_zeros(x.shape[1], weight_hh.shape[1])
     states = []
-    for at_time in projected:
-        i, f, g, o = (at_time + h @ weight + bias).chunk(4, dim=1)
+    for at_time in x:
+        i, f, g, o = (at_time @ weight_ih.T + h @ weight_hh.T + bias).chunk(4, dim=1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
         states.append(h)
@@ -49,8 +53,7 @@ def as_tensor_code(projected: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def test_lowered_as_a_whole_under_autocast() -> None:
     """Also where the inputs are not, and with the bias as it is; and its gradients outside of it."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((K, T, B, 4 * H), (K, H, 4 * H), (K, 4 * H))
-    given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    given = [torch.randn((K, *shape), generator=generator, requires_grad=True) for shape in shapes_of(T)]
     with torch.autocast("cpu", torch.bfloat16):
         states = torch.func.vmap(recurrence)(*given)
     assert states.dtype == torch.bfloat16
@@ -66,7 +69,7 @@ def test_lowered_as_a_whole_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("times", [1, T])
-@pytest.mark.parametrize("over", [(0, 0, 0), (2, 1, 1), (None, 0, None), (1, None, 0)])
+@pytest.mark.parametrize("over", [(0, 0, 0, 0), (2, 1, 2, 1), (None, 0, 0, None), (1, None, 0, 0), (1, 1, None, 0)])
 def test_a_cohort(over: tuple[int | None, ...], times: int) -> None:
     """Whatever axis the clients lie along; what is the same for all of them has a gradient that is the sum."""
     generator = torch.Generator().manual_seed(0)
@@ -75,8 +78,7 @@ def test_a_cohort(over: tuple[int | None, ...], times: int) -> None:
         whole = shape if at is None else (*shape[:at], K, *shape[at:])
         return (2 * torch.randn(whole, generator=generator, dtype=torch.float64)).requires_grad_()
 
-    shapes = ((times, B, 4 * H), (H, 4 * H), (4 * H,))
-    inputs = [drawn(shape, at) for shape, at in zip(shapes, over, strict=True)]
+    inputs = [drawn(shape, at) for shape, at in zip(shapes_of(times), over, strict=True)]
     found = torch.func.vmap(recurrence, in_dims=over)(*inputs)
     own = [
         [values if at is None else values.select(at, k) for values, at in zip(inputs, over, strict=True)]
@@ -93,23 +95,18 @@ def test_a_cohort(over: tuple[int | None, ...], times: int) -> None:
 
 def test_gradients_by_differences() -> None:
     torch.manual_seed(0)
-    shapes = ((T, B, 4 * H), (H, 4 * H), (4 * H,))
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes_of(T)]
     assert torch.autograd.gradcheck(recurrence, inputs)
 
 
 def test_layers_hand_on_their_states_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a cohort: what a layer gives, and the gradient that comes back, are in memory as the kernels want them."""
     read, given, came = [], [], []
-    product, run, run_backward = F.linear, module._run, module._run_backward
+    run, run_backward = module._run, module._run_backward
 
-    def linear(rows: Tensor, weight: Tensor) -> Tensor:
-        read.append(torch.func.debug_unwrap(rows).data_ptr())
-        return product(rows, weight)
-
-    def forward(projected: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        assert projected.is_contiguous()
-        found = run(projected, weight, bias)
+    def forward(x: Tensor, *others: Tensor) -> Any:
+        read.append(x.data_ptr())
+        found = run(x, *others)
         given.append(found[0].data_ptr())
         return found
 
@@ -117,7 +114,6 @@ def test_layers_hand_on_their_states_without_copies(monkeypatch: pytest.MonkeyPa
         came.append(gradient.is_contiguous())
         return run_backward(gradient, *others)
 
-    monkeypatch.setattr(F, "linear", linear)
     monkeypatch.setattr(module, "_run", forward)
     monkeypatch.setattr(module, "_run_backward", backward)
     layers = LSTM(3, H, layers=3)
@@ -128,6 +124,16 @@ def test_layers_hand_on_their_states_without_copies(monkeypatch: pytest.MonkeyPa
     torch.autograd.grad(states.sin().sum(), list(own.values()))
     assert read[1:] == given[:-1]
     assert came[1:] == [True, True]
+
+
+def test_inputs_that_nobody_trains() -> None:
+    """A frozen embedding takes no gradient; the weights' are the same."""
+    torch.manual_seed(0)
+    x, *weights = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes_of(T))
+    wanted = torch.autograd.grad(recurrence(x, *weights).sin().sum(), weights)
+    found = torch.autograd.grad(recurrence(x.detach(), *weights).sin().sum(), weights)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

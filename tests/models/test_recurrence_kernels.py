@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-SIZES = [(2, 4, 5, 6), (3, 3, 20, 32), (1, 1, 2, 3), (2, 3, 9, 600)]  # clients, times, samples, units; some are cut off
+# Clients, times, samples, inputs, units; some tiles are cut off.
+SIZES = [(2, 4, 5, 3, 6), (3, 3, 20, 8, 32), (1, 1, 2, 2, 3), (2, 3, 9, 100, 150), (2, 3, 130, 64, 64)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which PyTorch brings for GPUs")
@@ -21,7 +22,6 @@ def test_interpreted() -> None:
     )
     found = [json.loads(line) for line in played.stdout.splitlines()]
     assert len(found) == len(SIZES)
-    for of_states, of_gradient, the_same in found:
-        assert of_states < 1e-6
-        assert of_gradient < 1e-6
+    for *errors, the_same in found:
+        assert max(errors) < 1e-6
         assert the_same

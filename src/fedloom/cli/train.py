@@ -143,6 +143,7 @@ def reproduce(
     folds: Annotated[
         int | None, typer.Option(help="How many folds of clients.", show_default="as in the paper")
     ] = None,
+    fold: Annotated[list[int] | None, typer.Option(help="Only these folds, counted from 0.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Works per client slot.", show_default="as in the paper")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     engine: Annotated[str, typer.Option(help="auto, loop, vector or ray.")] = "auto",
@@ -170,6 +171,7 @@ def reproduce(
         methods=methods or (),
         seeds=seeds,
         folds=folds,
+        only_folds=fold or (),
         rounds=rounds,
         settings={"device": device, "engine": engine, "data_dir": None if data_dir is None else str(data_dir)},
         lockstep=lockstep,

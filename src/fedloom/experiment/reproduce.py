@@ -72,6 +72,7 @@ def reproduce(
     methods: Sequence[str] = (),
     seeds: int | None = None,
     folds: int | None = None,
+    only_folds: Sequence[int] = (),
     rounds: int | None = None,
     settings: Mapping[str, Any] | None = None,
     lockstep: bool = True,
@@ -79,9 +80,9 @@ def reproduce(
     play: bool = True,
 ) -> Reproduction:
     """Run a recipe into a folder; what the folder holds already is taken from there. Rows that can't be run are told
-    with the reason; of `methods`, where some are named, only those are run. In `lockstep`, runs that the vector engine
-    trains share their cohorts. With `processes` so many of them play the runs side by side. Without `play` nothing is
-    run: it is told what the folder holds.
+    with the reason; of `methods` and `only_folds`, where some are named, only those are run. In `lockstep`, runs that
+    the vector engine trains share their cohorts. With `processes` so many of them play the runs side by side. Without
+    `play` nothing is run: it is told what the folder holds.
     """
     chosen, labels = _chosen(recipe, rows), _labels(recipe, methods)
     options = dict(settings or {})
@@ -101,7 +102,12 @@ def reproduce(
     for case in recipe.cases:
         config = scaled(recipe, case, scale, rounds).change(options)
         by_row.setdefault(case.row, []).append(Cell(case, config))
-    repeats = [(seed, fold) for seed in range(seeds) for fold in (range(folds) if folds else [None])]
+    unknown = sorted(set(only_folds) - set(range(folds or 0)))
+    if unknown:
+        known = f"has folds 0 to {folds - 1}" if folds else "does not hold clients out in folds"
+        raise ConfigError(f"{recipe.name} {known}: there is no fold {unknown[0]}")
+    held_out: Sequence[int | None] = sorted(set(only_folds)) or range(folds or 0) or [None]
+    repeats = [(seed, fold) for seed in range(seeds) for fold in held_out]
     check_processes(processes, next(iter(by_row.values()))[0].config)
     seen: set[tuple[str, str]] = set()
     asked: list[_Row] = []

@@ -1,10 +1,10 @@
-"""The recurrent part of an LSTM, of a whole cohort at once.
+"""A layer of LSTM, of a whole cohort at once.
 
 Hochreiter, Schmidhuber: Long Short-Term Memory. Neural Computation 1997.
 
 PyTorch's kernel takes one client at a time. Here all clients go through time together, forward and backward: a step in
-time is one product for all of them and one pass over their gates. The gradient of the weights is one product over all
-times. On a GPU the pass over the gates is a kernel (`recurrence_kernels.py`).
+time is one product for all of them and one pass over their gates. The gradients of inputs and weights are one product
+each, over all times. On a GPU a step in time is a kernel or two (`recurrence_kernels.py`).
 
 Values lie as [K, T, B, n], client by client and time by time: so `vmap` holds them, and a product over all times reads
 them as they are.
@@ -19,73 +19,84 @@ from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
-def recurrence(projected: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The states [T, B, H] of a run that begins at zero. `projected` [T, B, 4H] is what the inputs add to the gates
-    (input, forget, cell, output), `weight` [H, 4H] what the state before does, and `bias` is [4H].
+def recurrence(x: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor) -> Tensor:
+    """The states [T, B, H] of a run over the inputs [T, B, I] that begins at zero. Weights [4H, I] and [4H, H] and the
+    bias [4H] hold the gates in the order input, forget, cell, output.
     """
-    kind = projected.device.type
+    kind = x.device.type
     lowers = torch.is_autocast_enabled(kind)  # some of the operations, and is over in the backward
-    if lowers and projected.dtype != torch.float64:
-        projected = projected.to(torch.get_autocast_dtype(kind))
+    if lowers and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))
     with torch.autocast(kind, enabled=False):
-        own = (values.unsqueeze(0) for values in (projected, weight.to(projected.dtype), bias))
+        own = (values.unsqueeze(0) for values in (x, weight_ih.to(x.dtype), weight_hh.to(x.dtype), bias))
         states: Tensor = Recurrence.apply(*own, torch.is_grad_enabled())[0]  # type: ignore[no-untyped-call]
     return states.squeeze(0)
 
 
 class Recurrence(torch.autograd.Function):
-    """The states of K clients, [K, T, B, 4H], [K, H, 4H] and [K, 4H] to [K, T, B, H], and what their gradients need:
-    cells, and the gates [K, T, B, 4H] after their sigmoids and tanh. Where no gradient follows, a GPU need not `keep`
-    them.
+    """The states of K clients, from [K, T, B, I], [K, 4H, I], [K, 4H, H] and [K, 4H] to [K, T, B, H], and what their
+    gradients need: cells, and the gates [K, T, B, 4H] after their sigmoids and tanh. Where no gradient follows, a GPU
+    need not `keep` them.
     """
 
     @staticmethod
-    def forward(projected: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-        if not _has_kernels(projected):
-            return _run(projected, weight, bias)
+    def forward(
+        x: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not _has_kernels(x):
+            return _run(x, weight_ih, weight_hh, bias)
         from fedloom.recurrence_kernels import run_forward
 
-        return run_forward(projected, weight, bias, keep)
+        return run_forward(x, weight_ih, weight_hh, bias, keep)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # zeros for cells and gates would fill more memory than all else
-        ctx.save_for_backward(*inputs[1:3], *output)
+        ctx.save_for_backward(*inputs[:4], *output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if gradient is None:  # nobody used the states
-            return None, None, None, None
-        weight, bias, states, cells, gates = ctx.saved_tensors
+            return None, None, None, None, None
+        x, weight_ih, weight_hh, bias, states, cells, gates = ctx.saved_tensors
         if _has_kernels(gates):
             from fedloom.recurrence_kernels import run_backward
 
-            of_gates = run_backward(gradient, weight, cells, gates)
+            of_gates = run_backward(gradient, weight_hh, cells, gates)
         else:
-            of_gates = _run_backward(gradient, weight, cells, gates)
-        earlier, later = states[:, :-1].flatten(1, 2), of_gates[:, 1:].flatten(1, 2)
-        return of_gates, torch.bmm(earlier.mT, later), of_gates.sum((1, 2), dtype=bias.dtype), None
+            of_gates = _run_backward(gradient, weight_hh, cells, gates)
+        all_times, later = of_gates.flatten(1, 2), of_gates[:, 1:].flatten(1, 2)
+        return (
+            torch.bmm(all_times, weight_ih).view_as(x) if ctx.needs_input_grad[0] else None,
+            torch.bmm(all_times.mT, x.flatten(1, 2)),
+            torch.bmm(later.mT, states[:, :-1].flatten(1, 2)),
+            of_gates.sum((1, 2), dtype=bias.dtype),
+            None,
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         rows, (*given, keep) = info.batch_size, values
         held = (
             own.expand(rows, *own.shape) if at is None else own.movedim(at, 0)
-            for own, at in zip(given, in_dims[:3], strict=True)
+            for own, at in zip(given, in_dims[:4], strict=True)
         )
         found = Recurrence.apply(*(own.flatten(0, 1) for own in held), keep)  # type: ignore[no-untyped-call]
         return tuple(own.unflatten(0, (rows, -1)) for own in found), (0, 0, 0)
 
 
 def _has_kernels(values: Tensor) -> bool:
-    """On an NVIDIA GPU, for all but float64. Who traces a step to compile it sees nothing but tensor code."""
-    fits = values.dtype in (torch.bfloat16, torch.float32) and values.is_cuda and torch.version.hip is None
+    """On an NVIDIA GPU, where products may be rounded. Who traces a step to compile it sees nothing but tensor code."""
+    rounded = torch.get_float32_matmul_precision() != "highest"
+    fits = values.dtype == torch.bfloat16 or (values.dtype == torch.float32 and rounded)
+    fits = fits and values.is_cuda and torch.version.hip is None
     return fits and get_proxy_mode() is None and find_spec("triton") is not None
 
 
-def _run(projected: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _run(x: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """States, cells and gates."""
+    projected = torch.bmm(x.flatten(1, 2), weight_ih.mT).view(*x.shape[:3], -1)
     times = (projected + bias[:, None, None]).to(projected.dtype).unbind(1)
     recurrent = torch.zeros_like(times[0])
     before = recurrent.chunk(4, dim=-1)[0].contiguous()
@@ -93,13 +104,13 @@ def _run(projected: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     for at_time in times:
         if steps:
             state, before, _ = steps[-1]
-            recurrent = torch.bmm(state, weight)
+            recurrent = torch.bmm(state, weight_hh.mT)
         steps.append(_cell(at_time, recurrent, before))
     states, cells, gates = (torch.stack(values, dim=1) for values in zip(*steps, strict=True))
     return states, cells, gates
 
 
-def _run_backward(gradient: Tensor, weight: Tensor, cells: Tensor, gates: Tensor) -> Tensor:
+def _run_backward(gradient: Tensor, weight_hh: Tensor, cells: Tensor, gates: Tensor) -> Tensor:
     """The gradient of what went into the gates."""
     nothing = torch.zeros_like(cells[:, 0])
     of_state, of_cell, found = gradient[:, -1], nothing, []
@@ -108,7 +119,7 @@ def _run_backward(gradient: Tensor, weight: Tensor, cells: Tensor, gates: Tensor
         of_gates, of_cell = _cell_backward(of_state, of_cell, before, cells[:, t], gates[:, t])
         found.append(of_gates)
         if t:
-            of_state = torch.baddbmm(gradient[:, t - 1], of_gates, weight.mT)
+            of_state = torch.baddbmm(gradient[:, t - 1], of_gates, weight_hh)
     return torch.stack(found[::-1], dim=1)
 
 

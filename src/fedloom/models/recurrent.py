@@ -17,7 +17,6 @@ other.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedloom.errors import ModelError
 from fedloom.models.catalogue import REGISTRY, Shape
@@ -67,12 +66,9 @@ class LSTMLayer(nn.Module):
         return states
 
     def _steps(self, x: Tensor) -> Tensor:
-        # One product for all times, of two dimensions: with three, `vmap` copies the weights for every time. The states
-        # of a layer lie time by time already, as the next one reads them.
-        batch, time, inputs = x.shape
-        rows = x.transpose(0, 1).reshape(time * batch, inputs)
-        projected = F.linear(rows, self.weight_ih).view(time, batch, 4 * self.hidden)
-        return recurrence(projected, self.weight_hh.t(), self.bias).transpose(0, 1)
+        # The states of a layer lie time by time already, as the next one reads them.
+        states = recurrence(x.transpose(0, 1), self.weight_ih, self.weight_hh, self.bias)
+        return states.transpose(0, 1)
 
 
 def _in_one_piece(weights: list[Tensor]) -> list[Tensor]:
