@@ -4,13 +4,14 @@
 
 The file has the columns row, label, seed, accuracy and the one to draw over (round, epochs). A line is the mean over
 seeds, the band about it their lowest and highest. A method and its unions (FedAvg, FedAvg+DGT) share a colour;
-the union is dashed. Without labels all are drawn.
+the union is dashed. Methods beyond the colours there are have those of the first, dotted. Without labels all are drawn.
 """
 
 import csv
 import math
 import statistics
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +52,9 @@ def draw(curves: Curves, over: str, path: Path) -> None:
 
     labels = list(dict.fromkeys(label for own in curves.values() for label in own))
     bases = list(dict.fromkeys(label.partition("+")[0] for label in labels))
-    colours = dict(zip(bases, PALETTE["light"], strict=False))
+    palette = PALETTE["light"]
+    colours = dict(zip(bases, cycle(palette), strict=False))
+    again = bases[len(palette) :]
     with rc_context(STYLE):
         figure = Figure(figsize=(2.4 * len(curves), 2.5), layout="constrained")
         axes = figure.subplots(1, len(curves), squeeze=False)[0]
@@ -59,7 +62,8 @@ def draw(curves: Curves, over: str, path: Path) -> None:
             for label, points in own.items():
                 base, _, joined = label.partition("+")
                 x, mean, low, high = zip(*points, strict=True)
-                axis.plot(x, mean, label=label, color=colours[base], linestyle="--" if joined else "-")
+                style = "--" if joined else ":" if base in again else "-"
+                axis.plot(x, mean, label=label, color=colours[base], linestyle=style)
                 axis.fill_between(x, low, high, color=colours[base], alpha=0.12, linewidth=0)
             axis.set_title(row)
             axis.set_xlabel(over)

@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -61,3 +62,23 @@ def test_drawn(script: ModuleType, curves: Path, tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(sys, "argv", ["", str(curves), over, str(figure), label])
         with pytest.raises(SystemExit, match=told):
             script.main()
+
+
+def test_more_methods_than_colours(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two lines look the same."""
+    from matplotlib.axes import Axes
+
+    drawn: dict[str, tuple[str, str]] = {}
+    plot = Axes.plot
+
+    def watched(self: Axes, *args: Any, **how: Any) -> Any:
+        drawn[how["label"]] = (how["color"], how["linestyle"])
+        return plot(self, *args, **how)
+
+    monkeypatch.setattr(Axes, "plot", watched)
+    curves, figure = tmp_path / "curves.csv", tmp_path / "figure.png"
+    curves.write_text("row,label,seed,works,accuracy\n" + "".join(f"a,method {i},0,45,{i}\n" for i in range(9)))
+    monkeypatch.setattr(sys, "argv", ["", str(curves), "works", str(figure)])
+    script.main()
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert len(drawn) == len(set(drawn.values())) == 9
