@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fedloom as fl
 from fedloom.data.transforms import Preparation, augmentations
@@ -19,7 +20,7 @@ from fedloom.engines.vector import Vector
 from fedloom.lockstep import run_together
 from fedloom.models.catalogue import REGISTRY, Shape, load_models
 from fedloom.spec import parse_one
-from fedloom.task import Task
+from fedloom.task import Precision, Task
 from fedloom.training import Training
 from tests.examples import METHODS
 
@@ -210,6 +211,30 @@ def test_which_models_mix_samples() -> None:
     assert mixes_samples(Task.of(normed(), None, torch.device("cpu"), "auto"), data)
     huge = torch.full_like(data.x, torch.finfo(data.x.dtype).max)  # which overflows, for whatever reason
     assert not mixes_samples(task, replace(data, x=huge))
+
+
+class OneByHalves(nn.Module):
+    """Sums in another order where there is only one sample, as the kernels of products do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 1:
+            whole: Tensor = self.linear(x)
+            return whole
+        left, right = self.linear.weight.split(3, dim=1)
+        return F.linear(x[:, :3], left) + F.linear(x[:, 3:], right) + self.linear.bias
+
+
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
+def test_rounding_does_not_look_like_mixing(precision: Precision) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OneByHalves(), nn.Tanh(), nn.Linear(8, 3))
+    data = federation()
+    data = replace(data, x=data.x.float())
+    assert not mixes_samples(Task.of(model, None, torch.device("cpu"), precision), data)
 
 
 @pytest.mark.parametrize(("engine", "most"), [("loop", 0.0), ("vector", 1e-12)])

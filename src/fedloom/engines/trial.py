@@ -1,6 +1,8 @@
 """What is tried out before a run: can `vmap` train the model, how much memory does a sample take, do samples touch?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,11 +65,15 @@ def _activation_bytes(run: Callable[[], Any]) -> int:
 
 
 def mixes_samples(task: Task, federation: Federation) -> bool:
-    """Does what one sample does depend on the other samples of its batch, as under batch norm?"""
+    """Does what one sample does depend on the other samples of its batch, as under batch norm? Judged in full, whatever
+    the run's precision: a product of one row is summed in another order than one of many, and to eight bits or eleven
+    that alone would look like it.
+    """
     for module in task.model.modules():
         keeps_statistics = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or keeps_statistics:
             return True
+    task = replace(task, precision="fp32")
     task.model.train()
     flat = task.space.flatten(task.model)
     noise = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).to(flat)
@@ -78,12 +84,25 @@ def mixes_samples(task: Task, federation: Federation) -> bool:
     try:
         for n in (1, len(x)):
             buffers = buffers_of(task.model)
-            with torch.no_grad(), keyed(task.model, key, 0):
+            with torch.no_grad(), keyed(task.model, key, 0), _unrounded():
                 outputs = task.outputs(flat, buffers, x[:n])
                 found.append([outputs[:1], task.loss(outputs, y[:n])[:1], *buffers.values()])
     except (RuntimeError, ValueError):
         return True
     return any(not _same(alone.double(), beside.double()) for alone, beside in zip(*found, strict=True))
+
+
+@contextmanager
+def _unrounded() -> Iterator[None]:
+    """Products and convolutions on a GPU without TF32."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def _same(alone: Tensor, beside: Tensor) -> bool:
