@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -92,6 +93,29 @@ def test_a_day_is_told_in_some_hundred_lines(monkeypatch: pytest.MonkeyPatch) ->
     assert [line.split()[3].partition("/")[0] for line in lines[:3]] == ["3", "6", "9"]
     assert 100 < len(lines) < 300
     assert lines[-1].endswith("0.5 rounds/s  0 s left")
+
+
+def test_rounds_of_different_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that averages after every work, one after 15, one that goes on at its 61st: a second a work."""
+    now = [0.0]
+    monkeypatch.setattr("fedloom.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    said = io.StringIO()
+    with Watch(3 * 450, Console(file=said, width=200), "works") as watch:
+        for name, each, first in (("radfed", 15.0, 1), ("fedavg", 1.0, 1), ("fedasync", 0.1, 601)):
+            show, rounds = watch.callback(name, "accuracy"), round(450 / each)
+            for number in range(first, rounds + 1):
+                now[0] += each
+                show(Event(number, rounds, torch.zeros(1), {"works": each * number}, None))
+    told = [
+        re.fullmatch(r"(\w+): round (\d+)/\d+    1.0 works/s  (\d+) s left", line)
+        for line in said.getvalue().splitlines()
+    ]
+    left = {(found[1], int(found[2])): int(found[3]) for found in told if found}
+    assert len(left) >= 50
+    for (name, number), seconds in left.items():
+        done = {"radfed": 15 * number, "fedavg": 450 + number, "fedasync": 960 + 0.1 * (number - 600)}[name]
+        assert abs(1350 - done - seconds) <= 1
+    assert said.getvalue().endswith("fedasync: round 4500/4500    1.0 works/s  0 s left\n")
 
 
 def test_a_run_that_is_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

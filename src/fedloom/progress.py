@@ -3,6 +3,7 @@
 import sys
 import time
 from types import TracebackType
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,14 +15,17 @@ SHARE = 1 / 30  # of the time so far, later: a day is told in some hundred lines
 
 
 class Watch:
-    """Shows how a number of rounds comes along. Hand `watch.callback(label)` to each run."""
+    """Shows how a number of rounds comes along. Hand `watch.callback(label)` to each run. Where their rounds differ in
+    length, as those of several methods do, `works` are counted instead.
+    """
 
-    def __init__(self, total: int, console: Console) -> None:
-        self.total = total
-        self.done = 0
+    def __init__(self, total: float, console: Console, unit: Literal["rounds", "works"] = "rounds") -> None:
+        self.total = float(total)
+        self.done = 0.0
+        self.unit = unit
         self.console = console
         self.began: float | None = None  # when the first round was done: before it, data are loaded and steps compiled
-        self.before = 0  # rounds until then
+        self.before = 0.0  # what was done until then
         self.start = self.last = time.monotonic()
         self.bar: Progress | None = None
 
@@ -45,30 +49,33 @@ class Watch:
         if self.bar:
             self.bar.stop()
 
-    def skip(self, rounds: int) -> None:
-        """Rounds that were done before."""
-        self.total -= rounds
+    def skip(self, done: float) -> None:
+        """What was done before."""
+        self.total -= done
         if self.bar:
             self.bar.update(self.task, total=self.total)
 
     def callback(self, label: str, metric: str) -> Callback:
-        score, begun = "", False
+        score, seen = "", 0.0
 
         def show(event: Event) -> None:
-            nonlocal score, begun
-            if not begun:  # a run that goes on has rounds behind it
-                begun = True
-                self.skip(event.round - 1)
-            self.done += 1
+            nonlocal score, seen
+            here = float(event.round if self.unit == "rounds" else event.metrics["works"])
+            if not seen:  # a run that goes on has rounds behind it
+                seen = here * (event.round - 1) / event.round
+                self.skip(seen)
+            self.done, seen = self.done + here - seen, here
             now = time.monotonic()
             score = _score(event, metric) or score
             rate = self._rate(now)
             if self.bar:
-                note = score + (f"  {rate:.1f} rounds/s" if rate else "")
+                note = score + (f"  {rate:.1f} {self.unit}/s" if rate else "")
                 self.bar.update(self.task, completed=self.done, description=label, note=note)
-            elif now - self.last >= max(SECONDS, SHARE * (now - self.start)) or self.done == self.total:
+            elif now - self.last >= max(SECONDS, SHARE * (now - self.start)) or self.done >= self.total - 1e-6:
                 self.last = now
-                told = f"  {rate:.1f} rounds/s  {(self.total - self.done) / rate:.0f} s left" if rate else ""
+                told = (
+                    f"  {rate:.1f} {self.unit}/s  {max(0.0, self.total - self.done) / rate:.0f} s left" if rate else ""
+                )
                 self.console.print(
                     f"{label}: round {event.round}/{event.rounds}  {score}{told}",
                     highlight=False,
@@ -79,7 +86,7 @@ class Watch:
         return show
 
     def _rate(self, now: float) -> float:
-        """Rounds per second; 0 as long as nobody knows."""
+        """Rounds or works per second; 0 as long as nobody knows."""
         if self.began is None:
             self.began, self.before = now, self.done
         passed = now - self.began

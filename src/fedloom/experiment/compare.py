@@ -103,11 +103,16 @@ class Comparison:
 
 def rounds_for(method: Method, config: RunConfig, clients: int) -> int:
     """How many aggregations cost as many Works per client slot as `config.rounds` synchronous rounds."""
-    works = method.pipeline().schedule.stage.works(cohort_size(config.per_round, clients))
+    works = works_of_round(method, config, clients)
     rounds = int(config.rounds / works + 1e-9)
     if not rounds:
         raise ConfigError(f"{method} averages once in {works:g} Works; --rounds {config.rounds} is too few for it")
     return rounds
+
+
+def works_of_round(method: Method, config: RunConfig, clients: int) -> float:
+    """How many Works per client slot come before an aggregation."""
+    return method.pipeline().schedule.stage.works(cohort_size(config.per_round, clients))
 
 
 @session()
@@ -162,14 +167,18 @@ def compare(
             if k == 0 or (resume and is_finished(where)):
                 ready = prepare_run(seeded, where, resume)
                 vector &= isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
-    total = sum(plan.rounds for plan in plans) * seeds
-    with claim(folder, overwrite, resume), Watch(total, console) as progress, ExitStack() as trackers:
+    works = {plan: plan.rounds * works_of_round(Method(plan.method), plan, clients) for plan in plans}
+    with (
+        claim(folder, overwrite, resume),
+        Watch(sum(works.values()) * seeds, console, "works") as progress,
+        ExitStack() as trackers,
+    ):
         write_text(folder / COMPARISON, _described(asked, texts, seeds, target))
         jobs = []
         for plan, planned in runs_of.items():
             for seeded, where in planned:
                 if resume and is_finished(where):
-                    progress.skip(plan.rounds)
+                    progress.skip(works[plan])
                 label = f"{plan.method} seed {seeded.seed}"
                 tell = trackers.enter_context(tracked(track, where, asdict(seeded), title=label, resume=resume))
                 jobs.append(Job(seeded, where, [progress.callback(label, config.metric), *tell]))

@@ -22,7 +22,7 @@ from fedloom.engines.choose import Wishes
 from fedloom.engines.ray import session
 from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, FedloomError, nearest
-from fedloom.experiment.compare import TOGETHER, rounds_for, slug
+from fedloom.experiment.compare import TOGETHER, rounds_for, slug, works_of_round
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, seconds_for
 from fedloom.experiment.findings import Cell, Reproduction
@@ -261,7 +261,7 @@ def _run(jobs: list[Job], console: Console, lockstep: bool, processes: int | Non
         else:
             ready.append(job)
     at_once = TOGETHER if joint or pool is not None else 1
-    with Watch(sum(job.config.rounds for job in ready), console) as watch:
+    with _watch(ready, console) as watch:
         told = [_watched(job, watch) for job in ready]
         for i in range(0, len(told), at_once):
             try:
@@ -279,8 +279,8 @@ def _run_apart(jobs: list[Job], console: Console, lockstep: bool, processes: int
     together, since a vocabulary or a scale may be made of their samples.
     """
     kinds: dict[str, list[Job]] = {}
-    with Watch(sum(job.config.rounds for job in jobs), console) as watch:
-        for job in sorted(jobs, key=lambda job: (-_works(job.config), job.config.seed, job.config.fold or 0)):
+    with _watch(jobs, console) as watch:
+        for job in sorted(jobs, key=lambda job: (-_effort(job.config), job.config.seed, job.config.fold or 0)):
             kinds.setdefault(_kind(job.config), []).append(_watched(job, watch))
         size = min(TOGETHER, max(1, len(jobs) // processes)) if lockstep else 1
         groups = [own[i : i + size] for own in kinds.values() for i in range(0, len(own), size)]
@@ -297,17 +297,20 @@ def _kind(config: RunConfig) -> str:
 
 
 def _works(config: RunConfig) -> float:
+    """Works per client slot of a run, all in all."""
+    clients = training_clients(config) or 100
+    return config.rounds * works_of_round(Method(config.method), config, clients)
+
+
+def _effort(config: RunConfig) -> float:
     """Samples that a run sees, about."""
-    schedule = Method(config.method).pipeline().schedule.stage
     clients = config.clients or 100
-    cohort = cohort_size(config.per_round, clients)
-    return (
-        config.rounds
-        * schedule.works(cohort)
-        * cohort
-        * (config.epochs if config.steps is None else config.steps)
-        / clients
-    )
+    share = cohort_size(config.per_round, clients) / clients
+    return _works(config) * share * (config.epochs if config.steps is None else config.steps)
+
+
+def _watch(jobs: Sequence[Job], console: Console) -> Watch:
+    return Watch(sum(_works(job.config) for job in jobs), console, "works")
 
 
 def _watched(job: Job, watch: Watch) -> Job:
