@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -276,12 +277,35 @@ def test_a_row_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.
 def test_relative_differences(tmp_path: Path) -> None:
     recipe = read_recipe(written(SMALL.replace("seeds: 2", "seeds: 2\nrelative_to: FedAvg"), tmp_path))
     found = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["skewed"])
-    by_label = {c.case.label: np.mean(c.values(recipe, "accuracy")) for c in found.cells if c.runs}
+    by_label = {c.case.label: np.mean([*c.values(recipe, "accuracy").values()]) for c in found.cells if c.runs}
     told = {f.label: f for f in found.findings() if f.score == "accuracy" and f.runs}
     assert told["FedAvg"].mean == pytest.approx(by_label["FedAvg"])
     assert told["RADFed"].mean == pytest.approx(100 * (by_label["RADFed"] / by_label["FedAvg"] - 1))
     assert not [f for f in found.findings() if f.row == "even"]
     assert reproduction.reasons(found) == {"not chosen by --rows": ["even"]}
+
+
+def test_relative_to_the_same_seeds(tmp_path: Path) -> None:
+    """Where runs are missing, on either side, those that both methods have are compared."""
+    recipe = read_recipe(written(SMALL.replace("seeds: 2", "seeds: 3\nrelative_to: FedAvg"), tmp_path))
+    found = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["skewed"])
+    fedavg, radfed = (
+        next(c for c in found.cells if c.runs and c.case.label == label) for label in ("FedAvg", "RADFed")
+    )
+    base, mine = ([*cell.values(recipe, "accuracy").values()] for cell in (fedavg, radfed))
+    assert len(set(base)) == 3
+    for kept, others, shared in (((0, 1, 2), (1, 2), (1, 2)), ((1,), (0, 1, 2), (1,)), ((0,), (2,), ())):
+        cells = tuple(
+            replace(cell, runs=tuple(cell.runs[i] for i in own)) for cell, own in ((fedavg, kept), (radfed, others))
+        )
+        told = {f.label: f for f in replace(found, cells=cells).findings() if f.score == "accuracy"}
+        assert told["FedAvg"].mean == pytest.approx(np.mean([base[i] for i in kept]))
+        if not shared:
+            assert (told["RADFed"].told, told["RADFed"].note) == (False, "no FedAvg")
+            continue
+        wanted = np.mean([mine[i] for i in shared]) / np.mean([base[i] for i in shared]) - 1
+        assert told["RADFed"].mean == pytest.approx(100 * wanted)
+        assert told["RADFed"].runs == len(shared)
 
 
 def test_some_methods_now_and_others_later(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import Run
 from fedloom.experiment.recipe import Case, Printed, Recipe
 
+Repeat = tuple[int, int | None]  # seed and fold
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -20,8 +22,9 @@ class Cell:
     why_not: str = ""
     asked: bool = True  # False: it was not to be run this time
 
-    def values(self, recipe: Recipe, score: str) -> list[float]:
-        return [recipe.scores[score].of(run.history) for run in self.runs]
+    def values(self, recipe: Recipe, score: str) -> dict[Repeat, float]:
+        """By seed and fold."""
+        return {(run.config.seed, run.config.fold): recipe.scores[score].of(run.history) for run in self.runs}
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Finding:
     score: str
     mean: float
     sd: float | None
-    runs: int
+    runs: int  # that it is the mean of
     printed: Printed | None
     why_not: str = ""
     note: str = ""  # why there is no mean although it was run
@@ -78,29 +81,22 @@ class Reproduction:
         function, printed = self.recipe.scores[score], cell.case.printed.get(score)
         if not any(function.measured(run.history) for run in cell.runs):
             return None if printed is None else self._empty(cell, score)
-        values = cell.values(self.recipe, score)
-        mean, sd = self._mean(cell, score, values)
-        lost = "not reached" if function.text.startswith("first(") else "diverged"
-        base = self._base(cell)
-        note = lost if any(map(math.isnan, values)) else "" if base is None or base.runs else f"no {base.case.label}"
-        why, runs = cell.why_not, tuple(values)
-        return Finding(cell.case.row, cell.case.label, score, mean, sd, len(values), printed, why, note, runs)
+        values, base = cell.values(self.recipe, score), self._base(cell)
+        reference = None if base is None else base.values(self.recipe, score)
+        shared = {repeat: value for repeat, value in values.items() if reference is None or repeat in reference}
+        note = ""
+        if any(map(math.isnan, values.values())):
+            note = "not reached" if function.text.startswith("first(") else "diverged"
+        elif base is not None and not shared:
+            note = f"no {base.case.label}"
+        mean, sd = (math.nan, None) if note else _mean(shared, reference)
+        why, runs = cell.why_not, tuple(values.values())
+        return Finding(cell.case.row, cell.case.label, score, mean, sd, len(shared or values), printed, why, note, runs)
 
     def _empty(self, cell: Cell, score: str) -> Finding:
         printed, note = cell.case.printed.get(score), "not measured" if cell.runs else "not run"
         why = cell.why_not
         return Finding(cell.case.row, cell.case.label, score, math.nan, None, len(cell.runs), printed, why, note)
-
-    def _mean(self, cell: Cell, score: str, values: list[float]) -> tuple[float, float | None]:
-        """Mean and deviation, if every run has a value; relative to another method where the recipe says so."""
-        if any(map(math.isnan, values)):
-            return math.nan, None
-        mean, sd = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
-        base = self._base(cell)
-        if base is None:
-            return mean, sd
-        reference = statistics.fmean(base.values(self.recipe, score) or [0.0])
-        return (100 * (mean / reference - 1) if reference else math.nan), None
 
     def _base(self, cell: Cell) -> Cell | None:
         """What the results of a cell are relative to; None: nothing."""
@@ -108,3 +104,12 @@ class Reproduction:
         if label is None or cell.case.label == label:
             return None
         return next(c for c in self.cells if c.case.row == cell.case.row and c.case.label == label)
+
+
+def _mean(values: dict[Repeat, float], reference: dict[Repeat, float] | None) -> tuple[float, float | None]:
+    """Mean and deviation; or in percent of another method's mean over the same seeds and folds, and no deviation."""
+    mean = statistics.fmean(values.values())
+    if reference is None:
+        return mean, statistics.stdev(values.values()) if len(values) > 1 else None
+    base = statistics.fmean(reference[repeat] for repeat in values)
+    return (100 * (mean / base - 1) if base else math.nan), None
