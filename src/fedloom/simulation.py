@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.engines.choose import Engine, Wishes, choose_engine
-from fedloom.engines.site import set_numerics
+from fedloom.engines.site import set_threads
 from fedloom.errors import ConfigError, DataError, ModelError, RunError, out_of_memory
 from fedloom.evaluate import Evaluator, Score, find_metric
 from fedloom.federation import Federation
@@ -21,7 +21,7 @@ from fedloom.population import Absence, Availability, Population
 from fedloom.round import Outcome, RunState, Traffic, begin_run, play_round
 from fedloom.space import average_buffers, buffers_of
 from fedloom.stages import Metrics, Setup, Updates, Work
-from fedloom.task import Loss, Precision, Task, check_fit, takes_channels_last
+from fedloom.task import Loss, Precision, Task, check_fit, computed_in, takes_channels_last
 
 Returned = TypeVar("Returned")
 Playing = Generator[Work, Updates, Returned]
@@ -232,15 +232,13 @@ class Simulation:
     @contextmanager
     def numerics(self) -> Iterator[None]:
         """The precision and the threads that suit this run; all settings are put back after it."""
-        precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-        tf32 = torch.backends.cudnn.allow_tf32
-        set_numerics(self.task.precision, self.setup)
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
-            torch.backends.cudnn.allow_tf32 = tf32
-            torch.set_num_threads(threads)
+        threads = torch.get_num_threads()
+        with computed_in(self.task.precision):
+            set_threads(self.setup)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
 
 
 def _check_buffers(pipeline: Pipeline, model: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """What is learned: a model as a function of a flat vector, and one loss per sample."""
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -18,6 +18,24 @@ from fedloom.space import Buffers, Space, buffers_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Precision = Literal["auto", "fp32", "bf16"]
+
+
+def set_precision(precision: Precision) -> None:
+    """On a GPU products and convolutions are in TF32 unless fp32 was asked for."""
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+@contextmanager
+def computed_in(precision: Precision) -> Iterator[None]:
+    """`set_precision`, put back afterwards."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    set_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -308,6 +308,20 @@ def test_relative_to_the_same_seeds(tmp_path: Path) -> None:
         assert told["RADFed"].runs == len(shared)
 
 
+def test_relative_to_what_diverged(tmp_path: Path) -> None:
+    recipe = read_recipe(written(SMALL.replace("seeds: 2", "seeds: 2\nrelative_to: FedAvg"), tmp_path))
+    found = reproduce(recipe, tmp_path / "out", console=QUIET, rows=["skewed"])
+    base = next(cell for cell in found.cells if cell.runs and cell.case.label == "FedAvg")
+    lost = replace(base.runs[1], history=[{**line, "test_accuracy": math.nan} for line in base.runs[1].history])
+    cells = tuple(replace(c, runs=(base.runs[0], lost)) if c is base else c for c in found.cells)
+    told = {f.label: f for f in replace(found, cells=cells).findings() if f.score == "accuracy"}
+    assert (told["FedAvg"].told, told["FedAvg"].note) == (False, "diverged")
+    assert (told["RADFed"].told, told["RADFed"].note) == (False, "FedAvg diverged")
+    radfed = replace(cells[1], runs=cells[1].runs[:1])
+    told = {f.label: f for f in replace(found, cells=(cells[0], radfed)).findings() if f.score == "accuracy"}
+    assert told["RADFed"].told  # the run beside it is whole
+
+
 def test_some_methods_now_and_others_later(tmp_path: Path) -> None:
     """What was run before is told beside what is run now; without what it is relative to, a method has no score."""
     recipe = read_recipe(written(SMALL.replace("seeds: 2", "seeds: 1\nrelative_to: FedAvg"), tmp_path))

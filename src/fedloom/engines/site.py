@@ -11,7 +11,7 @@ from fedloom.federation import Federation
 from fedloom.method import Part
 from fedloom.population import Absence, Population
 from fedloom.stages import Client, Setup, Updates, Work
-from fedloom.task import Loss, Precision, Task, takes_channels_last
+from fedloom.task import Loss, Precision, Task, set_precision, takes_channels_last
 
 ONE_THREAD_BELOW = 20_000_000  # parameters x batch: below, a step is too short to be shared among threads
 
@@ -34,7 +34,8 @@ class Site:
 
     def __init__(self, learning: Learning, device: torch.device, setup: Setup, federation: Federation) -> None:
         self.setup = setup = replace(setup, device=device, start=setup.start.to(device))
-        set_numerics(learning.precision, setup)
+        set_precision(learning.precision)
+        set_threads(setup)
         task = Task.of(learning.model, learning.loss, device, learning.precision)
         federation = federation.to(device, task.space.dtype)
         self.task = task = replace(task, channels_last=takes_channels_last(task, federation))
@@ -56,12 +57,8 @@ class Site:
         return self.population.finish(prepared, self.engine.train(prepared))
 
 
-def set_numerics(precision: Precision, setup: Setup) -> None:
-    """On a GPU products and convolutions are in TF32 unless fp32 was asked for; on a CPU small steps run on one thread,
-    since several would mostly wait for each other.
-    """
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+def set_threads(setup: Setup) -> None:
+    """On a CPU small steps run on one thread, since several would mostly wait for each other."""
     batch = setup.local.batch_size or int(setup.sizes.max())
     if setup.space.size * batch < ONE_THREAD_BELOW:
         torch.set_num_threads(1)

@@ -1,7 +1,6 @@
 """What is tried out before a run: can `vmap` train the model, how much memory does a sample take, do samples touch?"""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from fedloom.federation import Federation
 from fedloom.models.recurrent import set_fused
 from fedloom.space import buffers_of
 from fedloom.stages import Setup
-from fedloom.task import Task
+from fedloom.task import Task, computed_in
 
 
 class Trial(NamedTuple):
@@ -84,25 +83,12 @@ def mixes_samples(task: Task, federation: Federation) -> bool:
     try:
         for n in (1, len(x)):
             buffers = buffers_of(task.model)
-            with torch.no_grad(), keyed(task.model, key, 0), _unrounded():
+            with torch.no_grad(), keyed(task.model, key, 0), computed_in("fp32"):
                 outputs = task.outputs(flat, buffers, x[:n])
                 found.append([outputs[:1], task.loss(outputs, y[:n])[:1], *buffers.values()])
     except (RuntimeError, ValueError):
         return True
     return any(not _same(alone.double(), beside.double()) for alone, beside in zip(*found, strict=True))
-
-
-@contextmanager
-def _unrounded() -> Iterator[None]:
-    """Products and convolutions on a GPU without TF32."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def _same(alone: Tensor, beside: Tensor) -> bool:
