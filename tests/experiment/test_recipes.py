@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -335,6 +336,25 @@ def test_some_methods_now_and_others_later(tmp_path: Path) -> None:
     assert [len(cell.runs) for cell in second.cells] == [1, 1, 0, 0]
     whole = reproduce(recipe, tmp_path / "whole", console=QUIET, rows=["skewed"])
     assert [f.mean for f in second.findings()] == pytest.approx([f.mean for f in whole.findings()])
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_progress_names_rows_and_methods_as_the_recipe_does(tmp_path: Path, processes: int | None) -> None:
+    """Two rows may have the same method, and a method may be pages long."""
+    recipe = read_recipe(written(SMALL.replace("seeds: 2", "seeds: 1\nfolds: 5"), tmp_path))
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    asked: dict[str, Any] = {"rows": ["skewed"], "only_folds": [3], "settings": {"pooled": True}}
+    reproduce(recipe, tmp_path / "out", console=console, processes=processes, **asked)
+    last = said.getvalue().splitlines()[-1]
+    assert re.match(r"skewed/2, (FedAvg|RADFed), seed 0, fold 3: round [26]/[26]  accuracy 0", last), said.getvalue()
+
+
+def test_a_row_by_its_whole_name_is_that_row_alone(tmp_path: Path) -> None:
+    recipe = read_recipe(written(SMALL.replace("  even:\n", "  skewed:\n"), tmp_path))
+    for asked, chosen in (("skewed", ["skewed"]), ("2", ["skewed/2"]), ("skewed/2", ["skewed/2"])):
+        found = reproduce(recipe, tmp_path / str(chosen), console=QUIET, rows=[asked], seeds=1)
+        assert list(dict.fromkeys(f.row for f in found.findings() if f.runs)) == chosen
 
 
 def test_a_method_that_a_recipe_does_not_have(tmp_path: Path) -> None:

@@ -146,22 +146,22 @@ def _left_out(recipe: Recipe, cell: Cell, repeats: list[tuple[int, int | None]],
     """A method of a row that is not to be run: with what was run of it before, if that is all of it."""
     runs: list[Run] = []
     with suppress(FedloomError):
-        jobs = [_job(recipe, cell.config, out, *repeat) for repeat in repeats]
+        jobs = [_job(recipe, cell, out, *repeat) for repeat in repeats]
         if all(is_finished(job.folder) for job in jobs):
             runs = [load_run(job.folder) for job in jobs]
     return replace(cell, runs=tuple(runs), why_not="" if runs else why_not, asked=False)
 
 
 def _chosen(recipe: Recipe, wanted: Sequence[str]) -> list[str]:
-    """Rows whose name holds every part of one of the wanted texts."""
+    """Rows that are named, or whose name holds every part of one of the wanted texts."""
     if not wanted:
         return recipe.rows
     found = []
     for text in wanted:
         if not text.strip("/ "):
             raise ConfigError("--rows names no row")
-        parts = [part for part in text.split("/") if part]
-        matching = [row for row in recipe.rows if row == text or set(parts) <= set(row.split("/"))]
+        parts = {part for part in text.split("/") if part}
+        matching = [text] if text in recipe.rows else [row for row in recipe.rows if parts <= set(row.split("/"))]
         if not matching:
             raise ConfigError(f"{recipe.name} has no row {text!r}: the rows are {', '.join(recipe.rows)}")
         found += matching
@@ -203,7 +203,7 @@ def _planned_row(recipe: Recipe, row: str, cells: list[Cell], repeats: list[tupl
     planned: list[list[Job]] = []
     for i, cell in enumerate(cells):
         try:
-            planned.append([_job(recipe, cell.config, out, *repeat) for repeat in repeats])
+            planned.append([_job(recipe, cell, out, *repeat) for repeat in repeats])
         except FedloomError as error:  # a method that can't be planned does not keep the others from running
             planned.append([])
             cells[i] = replace(cell, why_not=_told(error))
@@ -314,8 +314,7 @@ def _watch(jobs: Sequence[Job], console: Console) -> Watch:
 
 
 def _watched(job: Job, watch: Watch) -> Job:
-    label = f"{job.config.method} seed {job.config.seed}"
-    return job._replace(callbacks=[watch.callback(label, job.config.metric)])
+    return job._replace(callbacks=[watch.callback(job.label, job.config.metric)])
 
 
 def _try(job: Job) -> tuple[str, bool]:
@@ -327,9 +326,9 @@ def _try(job: Job) -> tuple[str, bool]:
     return "", isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
 
 
-def _job(recipe: Recipe, config: RunConfig, out: Path, seed: int, fold: int | None) -> Job:
+def _job(recipe: Recipe, cell: Cell, out: Path, seed: int, fold: int | None) -> Job:
     """One run of a case, and where it lies."""
-    config = replace(config, seed=seed, fold=fold).settled()
+    config = replace(cell.config, seed=seed, fold=fold).settled()
     method = Method(config.method)
     clients = training_clients(config)
     if clients is None or recipe.force is not None:
@@ -345,7 +344,8 @@ def _job(recipe: Recipe, config: RunConfig, out: Path, seed: int, fold: int | No
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
     place = f"{slug(config.data)[:40]}-{slug(config.model)[:30]}-{slug(method.text)[:40]}-{digest}"
     end = f"seed-{seed}" if fold is None else f"seed-{seed}-fold-{fold}"
-    return Job(config, out / "runs" / place / end, grows=False)  # with more rounds it would lie elsewhere
+    label = f"{cell.case.row}, {cell.case.label}, seed {seed}" + ("" if fold is None else f", fold {fold}")
+    return Job(config, out / "runs" / place / end, grows=False, label=label)  # with more rounds it would lie elsewhere
 
 
 def training_clients(config: RunConfig) -> int | None:

@@ -108,6 +108,7 @@ class Job(NamedTuple):
     folder: Path
     callbacks: Sequence[Callback] = ()
     grows: bool = True  # it may go on with more rounds when it has finished, so its last checkpoint stays
+    label: str = ""  # what it is called where its progress is told
 
 
 @session()
