@@ -84,14 +84,14 @@ class Reproduction:
         values, base = cell.values(self.recipe, score), self._base(cell)
         reference = None if base is None else base.values(self.recipe, score)
         shared = {repeat: value for repeat, value in values.items() if reference is None or repeat in reference}
-        lost, other = "not reached" if function.text.startswith("first(") else "diverged", self.recipe.relative_to
+        lost = "not reached" if function.text.startswith("first(") else "diverged"
         note = ""
         if any(map(math.isnan, values.values())):
             note = lost
         elif not shared:
-            note = f"no {other}"
+            note = f"no {self.recipe.relative_to}"
         elif reference is not None and any(math.isnan(reference[repeat]) for repeat in shared):
-            note = f"{other} {lost}"
+            note = f"{self.recipe.relative_to} {lost}"
         mean, sd = (math.nan, None) if note else _mean(shared, reference)
         why, runs = cell.why_not, tuple(values.values())
         return Finding(cell.case.row, cell.case.label, score, mean, sd, len(shared or values), printed, why, note, runs)
