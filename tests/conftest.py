@@ -1,8 +1,11 @@
 """Every test trains on one thread: small steps on several wait for each other."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -14,3 +17,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 os.environ.setdefault("FEDLOOM_CACHE", str(Path(__file__).parent.parent / ".data" / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _as_silent_as_before() -> Iterator[None]:
+    """A command that a test runs in this process lets the log speak on stderr; the next test's says nothing."""
+    log = logging.getLogger("fedloom")
+    handlers, level = log.handlers, log.level
+    yield
+    log.handlers = handlers
+    log.setLevel(level)

@@ -118,6 +118,38 @@ def test_rounds_of_different_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.getvalue().endswith("fedasync: round 4500/4500    1.0 works/s  0 s left\n")
 
 
+def test_a_run_that_ends_early_leaves_less_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs of 400 works, a second each; the first is out of patience after 100, the second after 390."""
+    now = [0.0]
+    monkeypatch.setattr("fedloom.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    said = io.StringIO()
+    with Watch(3 * 400, Console(file=said, width=200), "works") as watch:
+        for name, each, end in (("fedavg", 1.0, 100), ("radfed", 10.0, 390), ("fedprox", 1.0, 400)):
+            show = watch.callback(name, "accuracy")
+            for works in torch.arange(each, end + 1, each).tolist():
+                now[0] += each
+                rounds = works if works == end else 400
+                show(Event(round(works / each), round(rounds / each), torch.zeros(1), {"works": works}, None))
+    left = re.findall(r"(\w+): round (\d+)/\d+    1.0 works/s  (\d+) s left", said.getvalue())
+    assert len(left) >= 50
+    for name, number, seconds in left:
+        n = int(number)
+        expected = {
+            "fedavg": 1200 - n if n < 100 else 800,
+            "radfed": 800 - 10 * n if n < 39 else 400,
+            "fedprox": 400 - n,
+        }
+        assert abs(int(seconds) - expected[name]) <= 1, (name, n)
+    assert said.getvalue().endswith("fedprox: round 400/400    1.0 works/s  0 s left\n")
+
+
+def test_out_of_patience(capfd: pytest.CaptureFixture[str]) -> None:
+    """The last round is told, planned or not."""
+    data = fl.Federation.from_arrays([(torch.randn(4, 3), [0, 1, 0, 1])], validation=(torch.randn(4, 3), [0, 1, 0, 1]))
+    fl.fit(nn.Linear(3, 2), data, rounds=90, patience=3, local=fl.Local(lr=1e-9), progress=True)
+    assert capfd.readouterr().err == "fedavg: round 4/4  \n"
+
+
 def test_a_run_that_is_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fl.fit(nn.Linear(3, 2), DATA, rounds=3, checkpoint=tmp_path)
     fl.fit(nn.Linear(3, 2), DATA, rounds=5, checkpoint=tmp_path, resume=True, progress=True)

@@ -869,6 +869,22 @@ def test_patience_ends_the_run_and_the_best_model_is_kept() -> None:
         assert torch.equal(result.model.state_dict()[name], value), name
 
 
+def test_nothing_is_planned_behind_the_end_of_patience() -> None:
+    heard: list[fl.Event] = []
+    result = fl.fit(
+        linear_model(),
+        fl.Federation.from_arrays(CLIENTS, validation=CLIENTS[0]),
+        rounds=9,
+        local=STEADY,
+        loss=squared_error,
+        metric=scripted([0.2, 0.1, 0.5, 0.5, 0.4]),
+        patience=2,
+        callbacks=[heard.append],
+    )
+    assert result.stopped == "patience"
+    assert [(event.round, event.rounds) for event in heard] == [(1, 9), (2, 9), (3, 9), (4, 9), (5, 5)]
+
+
 def test_gain_starts_the_patience_anew() -> None:
     result, path = stop_early([0.5, 0.4, 0.6, 0.5, 0.7, 0.6, 0.6], patience=2)
     assert len(result.history) == 7

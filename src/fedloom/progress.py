@@ -50,21 +50,24 @@ class Watch:
             self.bar.stop()
 
     def skip(self, done: float) -> None:
-        """What was done before."""
+        """What was done before, or need not be done."""
         self.total -= done
         if self.bar:
             self.bar.update(self.task, total=self.total)
 
     def callback(self, label: str, metric: str) -> Callback:
-        score, seen = "", 0.0
+        score, seen, planned = "", 0.0, 0
 
         def show(event: Event) -> None:
-            nonlocal score, seen
+            nonlocal score, seen, planned
             here = float(event.round if self.unit == "rounds" else event.metrics["works"])
             if not seen:  # a run that goes on has rounds behind it
                 seen = here * (event.round - 1) / event.round
                 self.skip(seen)
             self.done, seen = self.done + here - seen, here
+            planned = max(planned, event.rounds)
+            if event.round == event.rounds < planned:  # it ended early
+                self.skip(here * (planned - event.round) / event.round)
             now = time.monotonic()
             score = _score(event, metric) or score
             rate = self._rate(now)

@@ -56,7 +56,7 @@ class Event:
     """What a callback is told after each round."""
 
     round: int  # rounds done
-    rounds: int  # rounds planned
+    rounds: int  # rounds planned; `round`, where patience ends here
     params: Tensor  # [P] the cloud model that the next round starts from
     metrics: Mapping[str, Any]  # the round's line of the history
     updates: Updates | None  # what was averaged; None: nothing was
@@ -302,7 +302,8 @@ class Training:
             return False
         updates = outcome.record.updates if outcome.record else None
         params, metrics = self.state.theta.clone(), dict(self.history[-1])  # a callback may do with them what it likes
-        event = Event(self.state.round, self.rounds, params, metrics, updates)
+        planned = self.state.round if self.best.tired else self.rounds
+        event = Event(self.state.round, planned, params, metrics, updates)
         answers = [callback(event) for callback in callbacks]
         return any(answer is STOP for answer in answers)
 

@@ -1,6 +1,8 @@
 """Whole runs at the workers of a cluster: compare and tune give what they give on one machine. On a real local Ray."""
 
+import io
 import os
+import re
 import signal
 import threading
 import time
@@ -61,6 +63,17 @@ def test_a_comparison(alone: Comparison, tmp_path: Path) -> None:
     assert found.rows[0].runs[0].config.engine == "loop"  # what trained it
     again = compare(ON_RAY, METHODS, tmp_path / "out", seeds=2, console=QUIET, resume=True)
     check_same(again, alone)
+
+
+@pytest.mark.parametrize("config", [SMALL, ON_RAY], ids=["here", "there"])
+def test_runs_out_of_patience(config: RunConfig, tmp_path: Path) -> None:
+    """Nothing gains at this rate, so every run ends in its second round. The last word is of the last of them."""
+    said = io.StringIO()
+    impatient = config.change({"validation": 2, "patience": 1, "lr": 1e-9, "rounds": 60})
+    found = compare(impatient, METHODS, tmp_path / "out", seeds=2, console=Console(file=said, width=200))
+    assert [len(run.history) for row in found.rows for run in row.runs] == [2] * 6
+    assert re.search(r" seed [01]: round 2/2  accuracy 0\.\d+.*\n$", said.getvalue())
+    assert said.getvalue().count("round 2/2") == 1
 
 
 @pytest.mark.long

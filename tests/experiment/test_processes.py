@@ -91,6 +91,14 @@ def test_told_to_stop(tmp_path: Path, whole: Path) -> None:
     same(tmp_path, whole)
 
 
+def test_the_end_of_patience_is_heard(tmp_path: Path) -> None:
+    """Nothing gains at this rate: the second round is the last, and none is planned behind it."""
+    heard: list[Event] = []
+    config = replace(CONFIG, clients=8, validation=2, patience=1, lr=1e-9)
+    assert not side_by_side([[Job(config, tmp_path / "0", [heard.append])]], 1, resume=True)
+    assert [(event.round, event.rounds) for event in heard] == [(1, 20), (2, 2)]
+
+
 def test_numbers_without_meaning() -> None:
     for processes in (0, -1, 100_000):
         with pytest.raises(ConfigError, match="processes must be between 1 and 256"):

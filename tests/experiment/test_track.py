@@ -181,6 +181,17 @@ def test_a_run_that_stops_early_is_closed(tmp_path: Path) -> None:
 
 
 @needs("tensorboard")
+def test_a_run_out_of_patience_is_closed(tmp_path: Path) -> None:
+    federation = fl.load("digits", clients=10, validation=2)
+    tracker = fl.track.TensorBoard(tmp_path, {"patience": 3})
+    settings: dict[str, Any] = {"rounds": 90, "patience": 3, "local": fl.Local(lr=1e-9), "callbacks": [tracker]}
+    result = fl.fit(fl.model("logistic", federation), federation, **settings)
+    assert result.stopped == "patience"
+    assert not tracker.opened
+    assert set(from_tensorboard(tmp_path)[0]) == {row["round"] for row in result.history}
+
+
+@needs("tensorboard")
 def test_every_run_of_a_comparison_is_tracked(tmp_path: Path) -> None:
     from rich.console import Console
 

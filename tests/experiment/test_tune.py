@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import itertools
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import fedloom as fl
 from fedloom.cli import main
@@ -189,7 +191,7 @@ def values(done: Tuning) -> list[float | None]:
     return [trial.value for trial in done.rows[0].trials.finished.values()]
 
 
-def fitted(config: RunConfig, federation: fl.Federation, rounds: int) -> list[dict[str, Any]]:
+def fitted(config: RunConfig, federation: fl.Federation, rounds: int, **settings: Any) -> list[dict[str, Any]]:
     """A run through the public functions alone."""
     return fl.fit(
         fl.model(config.model, federation, config.seed),
@@ -200,6 +202,7 @@ def fitted(config: RunConfig, federation: fl.Federation, rounds: int) -> list[di
         config.local,
         engine=config.engine,
         seed=config.seed,
+        **settings,
     ).history
 
 
@@ -225,6 +228,26 @@ def test_validation_is_the_last_metric_on_held_out_clients(tmp_path: Path) -> No
         assert value == fitted(dataclasses.replace(config, lr=lr), federation, 10)[-1]["validation_accuracy"]
     best = read_config(tmp_path / "t/best.yaml")
     assert (best["lr"], best["validation"], best["rounds"]) == (0.5, 2, 10)
+
+
+def test_a_trial_out_of_patience_has_the_value_of_its_last_round(tmp_path: Path) -> None:
+    """Its seeds end in different tenths, at which they are looked at; progress is told to the very end."""
+    config = dataclasses.replace(SMALL, clients=20, validation=2, rounds=300, patience=2, engine="loop")
+    said = io.StringIO()
+    searched: dict[str, Any] = {"search": ["lr=choice(1e-9, 0.5)"], "objective": "validation", "seeds": 2}
+    done = tune(config, ["fedavg"], tmp_path / "t", console=Console(file=said, width=200), **searched)
+    lengths = []
+    for lr, value in zip((1e-9, 0.5), values(done), strict=True):
+        ends = []
+        for seed in (0, 1):
+            federation = fl.load("digits", "classes(per_client=2)", clients=20, validation=2, seed=seed)
+            history = fitted(dataclasses.replace(config, lr=lr, seed=seed), federation, 300, patience=2, eval_every=30)
+            ends.append(history[-1]["validation_accuracy"])
+            lengths.append(len(history))
+        assert value == pytest.approx(sum(ends) / 2, rel=1e-12)
+    assert lengths[:2] == [90, 90]
+    assert lengths[2] != lengths[3] < 300
+    assert f"round {max(lengths)}/{max(lengths)}  " in said.getvalue()
 
 
 def test_folds_average_over_the_inner_validation_blocks(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def _heard(group: Sequence[Job], worker: _Worker) -> FedloomError | None:
         alone = len(group) == 1 and level >= logging.WARNING  # in a group each run names itself
         LOG.log(level, "%s%s", _label(group) if alone else "", text)
     else:
-        place, metrics = said
-        event = Event(metrics["round"], group[place].config.rounds, torch.empty(0), metrics, None)
+        place, rounds, metrics = said
+        event = Event(metrics["round"], rounds, torch.empty(0), metrics, None)
         for callback in group[place].callbacks:
             callback(event)
     return None
@@ -196,7 +196,7 @@ def _work(link: Connection, processes: int, resume: bool, threads: int) -> None:
 
 
 def _telling(link: Connection, place: int) -> Callback:
-    return lambda event: link.send(("round", (place, dict(event.metrics))))
+    return lambda event: link.send(("round", (place, event.rounds, dict(event.metrics))))
 
 
 def _play(jobs: Sequence[Job], processes: int, resume: bool) -> None:

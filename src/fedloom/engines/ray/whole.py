@@ -243,6 +243,7 @@ class _Apart:
             LOG.log(level, "%s%s", run.training.label, line)
         new = [line for line in answer["lines"] if line["round"] > len(run.training.history) + len(run.lines)]
         run.lines += new
+        run.stopped = answer["stopped"]
         run.played += len(answer["lines"])
         if not self.in_step:
             self._deliver(run, len(run.lines))
@@ -250,8 +251,7 @@ class _Apart:
         if saved is not None and not run.ended:
             self._note(run.training, saved)
             run.training.save()
-        if answer["stopped"] is not None:
-            run.stopped = answer["stopped"]
+        if run.stopped is not None:
             self._close(run)
 
     def _note(self, training: Training, saved: dict[str, Any]) -> None:
@@ -283,7 +283,9 @@ class _Apart:
         training = run.training
         for line in lines:
             training.history.append(line)
-            event = Event(line["round"], training.rounds, training.state.theta, dict(line), None)
+            tired = run.stopped == "patience" and not run.lines and line is lines[-1]
+            planned = line["round"] if tired else training.rounds
+            event = Event(line["round"], planned, training.state.theta, dict(line), None)
             try:
                 answers = [callback(event) for callback in run.callbacks]
                 training.check_diverged()

@@ -159,7 +159,7 @@ class Progress:
 
     def __init__(self, watch: Watch, console: Console, plan: Plan, runs: int, pool: Pool | None) -> None:
         self.watch, self.console, self.plan, self.runs, self.pool = watch, console, plan, runs, pool
-        self.played: dict[Candidate, int] = {}
+        self.played: dict[Candidate, int] = {}  # rounds of all its runs, with those that patience spared
 
     def batch(self, trials: Trials, candidates: list[Candidate], federations: dict[Part, Federation]) -> None:
         for candidate in candidates:
@@ -177,7 +177,8 @@ class Progress:
         show = self.watch.callback(f"trial {candidate.number + 1}: {candidate.config.method}", candidate.config.metric)
 
         def count(event: Event) -> None:
-            self.played[candidate] += 1
+            rounds = candidate.config.rounds
+            self.played[candidate] += 1 if event.round < event.rounds else rounds - event.round + 1
             show(event)
 
         return count
