@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -373,6 +374,81 @@ def test_data_is_dealt_out_and_drawn(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "C-score" in done.stdout
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_goes_on_with_more_rounds(tmp_path: Path) -> None:
+    """As if it had been asked for them at once, alone and in a comparison, also when it is cut off on the way."""
+    settings = ["--clients", "10", "--per-round", "4", "--model", "logistic"]
+    method = ["--method", "adabest(beta=0.9)"]
+    whole = fedloom("run", *settings, *method, "--rounds", "6", "--out", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    assert fedloom("run", *settings, *method, "--rounds", "3", "--out", "r", cwd=tmp_path).returncode == 0
+    shutil.copytree(tmp_path / "r", tmp_path / "cut")
+    more = fedloom("run", "--resume", "--rounds", "6", "--out", "r", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    assert "round 6," in more.stdout
+    check_same_run(tmp_path / "r", tmp_path / "whole")
+    assert "nothing is left to do" in fedloom("run", "--resume", "--out", "r", cwd=tmp_path).stdout
+    fewer = fedloom("run", "--resume", "--rounds", "5", "--out", "r", cwd=tmp_path)
+    assert fewer.returncode == 2
+    assert "holds a finished run with other settings: rounds was 6, now 5" in fewer.stderr
+
+    killed = fl.load_run(tmp_path / "cut").config.change({"rounds": 6})
+
+    def kill(event: fl.Event) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        start_run(killed, tmp_path / "cut", resume=True, callbacks=[kill])
+    assert not fl.load_run(tmp_path / "cut").finished  # no model of three rounds beside a history of four
+    assert fedloom("run", "--resume", "--out", "cut", cwd=tmp_path).returncode == 0
+    check_same_run(tmp_path / "cut", tmp_path / "whole")
+
+    shutil.rmtree(tmp_path / "r/checkpoint")
+    lost = fedloom("run", "--resume", "--rounds", "7", "--out", "r", cwd=tmp_path)
+    assert lost.returncode == 2
+    assert "rounds was 6, now 7" in lost.stderr
+    assert fl.load_run(tmp_path / "r").finished
+
+    both = ["compare", "fedavg", "adabest(beta=0.9)", *settings, "--seeds", "1", "--out", "c"]
+    assert fedloom(*both, "--rounds", "3", cwd=tmp_path).returncode == 0
+    grown = fedloom("compare", "--resume", "--rounds", "6", "--out", "c", cwd=tmp_path)
+    assert grown.returncode == 0, grown.stderr
+    check_same_run(next((tmp_path / "c").glob("adabest*/seed-0")), tmp_path / "whole")
+
+
+def check_same_run(folder: Path, other: Path) -> None:
+    assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    for line, same in zip(fl.load_run(folder).history, fl.load_run(other).history, strict=True):
+        assert line | {"seconds": 0} == same | {"seconds": 0}
+
+
+def test_a_method_that_can_t_use_all_works_says_so(tmp_path: Path) -> None:
+    methods = ["fedavg", "radfed(redistributions=3)", "fedasync"]
+    done = fedloom("compare", *methods, *SMALL, "--seeds", "1", "--out", "c", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = "radfed(redistributions=3): 3 works instead of 4, since it averages once in 3"
+    assert told in done.stdout
+    assert done.stdout.count("works instead of") == 1
+    assert f"\n{told}\n" in (tmp_path / "c/table.md").read_text()
+
+
+def test_arguments_have_help() -> None:
+    """Typer and click of some versions don't get on, and forget it."""
+    for command, words in (("compare", "the first is the baseline"), ("reproduce", "or a YAML file")):
+        assert words in " ".join(fedloom(command, "--help").stdout.split())
+
+
+def test_fewer_clients_than_a_round_asks_by_default(tmp_path: Path) -> None:
+    rows = [f"{'abcde'[i % 5]},{i},{i % 2}" for i in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["who,age,died", *rows]))
+    data = ["--data", "table(path='t.csv', client=who, label=died)", "--model", "logistic", "--rounds", "2"]
+    done = fedloom("run", *data, "--out", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert fl.load_run(tmp_path / "r").history[-1]["asked"] == 5
+    refused = fedloom("run", *data, "--per-round", "9", "--out", "n", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "must be between 1 and the number of clients, 5" in refused.stderr
 
 
 def test_changed_data_are_noticed(tmp_path: Path) -> None:

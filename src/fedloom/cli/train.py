@@ -28,7 +28,7 @@ from fedloom.cli.app import (
 )
 from fedloom.errors import ConfigError, RunError
 from fedloom.experiment.config import read_comparison, read_config
-from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, is_finished
+from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY
 from fedloom.stopping import within
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def run(
     time_budget: TimeBudget = None,
 ) -> None:
     """Train one model with one method."""
-    from fedloom.experiment.run import start_run
+    from fedloom.experiment.run import is_over, start_run
     from fedloom.experiment.track import read_trackers, tracked
     from fedloom.progress import Watch
 
@@ -57,7 +57,7 @@ def run(
     settings = settings_of(begun, written, config, overwrite, resume)
     if resume and not begun and not written and config is None:
         raise RunError(f"{folder} holds no run to resume; repeat the command that was to begin it")
-    if resume and is_finished(folder):
+    if resume and is_over(folder, settings.rounds):
         done = start_run(settings, folder, resume=True)
         out.print(f"{folder} holds a finished run: nothing is left to do", soft_wrap=True)
         if figures or not (folder / "report.html").exists():

@@ -19,9 +19,9 @@ from fedloom.engines.vector import Vector
 from fedloom.errors import ConfigError, RunError
 from fedloom.evaluate import METRICS
 from fedloom.experiment.config import RunConfig
-from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, Run, claim, is_finished, write_text
+from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, Run, claim, write_text
 from fedloom.experiment.processes import check_processes, side_by_side
-from fedloom.experiment.run import Job, alone, load_data, prepare_run, start_runs, workers_for
+from fedloom.experiment.run import Job, alone, is_over, load_data, prepare_run, start_runs, workers_for
 from fedloom.experiment.statistics import Paired, compare_all
 from fedloom.experiment.track import tracked
 from fedloom.method import Method
@@ -164,7 +164,7 @@ def compare(
     vector = True
     for planned in runs_of.values():  # whatever is wrong comes out before anything is written
         for k, (seeded, where) in enumerate(planned):
-            if k == 0 or (resume and is_finished(where)):
+            if k == 0 or (resume and is_over(where, seeded.rounds)):
                 ready = prepare_run(seeded, where, resume)
                 vector &= isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
     works = {plan: plan.rounds * works_of_round(Method(plan.method), plan, clients) for plan in plans}
@@ -177,7 +177,7 @@ def compare(
         jobs = []
         for plan, planned in runs_of.items():
             for seeded, where in planned:
-                if resume and is_finished(where):
+                if resume and is_over(where, seeded.rounds):
                     progress.skip(works[plan])
                 label = f"{plan.method} seed {seeded.seed}"
                 tell = trackers.enter_context(tracked(track, where, asdict(seeded), title=label, resume=resume))
@@ -196,7 +196,7 @@ def compare(
 
 def _apart(jobs: Sequence[Job], processes: int, resume: bool) -> None:
     """Finish all of them side by side; what is wrong with one does not keep the others from theirs."""
-    left = [job for job in jobs if not (resume and is_finished(job.folder))]
+    left = [job for job in jobs if not (resume and is_over(job.folder, job.config.rounds))]
     for error in side_by_side([[job] for job in left], processes, resume=resume).values():
         raise error
 

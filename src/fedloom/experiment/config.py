@@ -41,7 +41,9 @@ class RunConfig:
     fold: int | None = _setting(None, "Split clients 60/20/20 into training, validation and test: fold 0 to 4.")
     augment: str | None = _setting(None, "Augmentation of images, such as 'crop+flip+cutout'.")
     standardise: Standardisation | None = _setting(None, "Columns of tables to mean 0, deviation 1: global or local.")
-    per_round: int | float = _setting(10, "Clients in a round: a count, or a fraction such as 0.1.")
+    per_round: int | float | None = _setting(
+        None, "Clients in a round: a count, or a fraction such as 0.1; left out 10, or all where there are fewer."
+    )
     model: str = _setting("mlp", "Name of the model (`fedloom models` lists them).")
     method: str = _setting("fedavg", "The method, such as 'fedprox(mu=0.1)+fedadam' (`fedloom methods` lists them).")
     rounds: int = _setting(50, "Rounds; in a comparison, Works per client slot.")
@@ -102,7 +104,8 @@ class RunConfig:
     def setting(self) -> str:
         """In a few words."""
         clients = "all" if self.clients is None else self.clients
-        return f"{self.data}, {self.partition}, {clients} clients, {self.per_round} a round"
+        share = "at most 10" if self.per_round is None else self.per_round
+        return f"{self.data}, {self.partition}, {clients} clients, {share} a round"
 
     @property
     def local(self) -> Local:

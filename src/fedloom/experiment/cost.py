@@ -138,7 +138,7 @@ def measure(config: RunConfig) -> Speed:
         federation,
         "fedavg",
         rounds=1,
-        clients_per_round=min(len(federation), int(config.per_round)),
+        clients_per_round=min(len(federation), int(config.per_round or 10)),
         local=config.local,
         loss=config.loss,
         metric=config.metric,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.checkpoint import exist
 from fedloom.data.load import load
 from fedloom.engines.choose import Wishes
 from fedloom.engines.ray import session
@@ -166,6 +167,7 @@ def recorded(
     engine = training.simulation.engine
     config = replace(config, engine=engine.name, compile=engine.compile)
     with claim(folder, overwrite, resume):
+        (folder / MODEL).unlink(missing_ok=True)  # it has finished when there is one
         write_text(folder / CONFIG, config.yaml())
         write_text(folder / TENSORS, json.dumps(training.simulation.setup.space.names))
         if federation.report is not None:
@@ -191,7 +193,7 @@ def prepare_run(
     raises whatever a run would be refused for.
     """
     config = config.settled()
-    if resume and is_finished(folder):
+    if resume and is_over(folder, config.rounds):
         return _same_settings(load_run(folder), config)
     if (folder / COMPARISON).is_file():
         raise RunError(f"{folder} holds a comparison; choose another --out")
@@ -200,6 +202,11 @@ def prepare_run(
     federation = load_data(**config.dealing)
     saving = {"checkpoint": folder / CHECKPOINT, "checkpoint_every": config.checkpoint_every, "resume": resume}
     return make_training(config, federation, room=room, **saving), federation
+
+
+def is_over(folder: Path, rounds: int) -> bool:
+    """A run that has finished and can't go on, or is not asked to: with more rounds, and its last checkpoint."""
+    return is_finished(folder) and not (rounds > load_run(folder).config.rounds and exist(folder / CHECKPOINT))
 
 
 def workers_for(config: RunConfig, runs: int) -> Pool | None:

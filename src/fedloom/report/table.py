@@ -98,9 +98,17 @@ def table(comparison: Comparison) -> Table:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Methods that had nothing to average in some rounds: their model stood still, however good it looks."""
+    """Methods that had nothing to average in some rounds: their model stood still, however good it looks. Methods that
+    average too seldom to come to all of the works.
+    """
     told = []
+    wanted = comparison.config.rounds
     for row in comparison.rows:
+        first = row.runs[0]
+        each = first.history[-1]["works"] / len(first.history)
+        planned = first.config.rounds * each
+        if planned < wanted - 1e-6:
+            told.append(f"{row.method}: {planned:g} works instead of {wanted}, since it averages once in {each:g}")
         lines = [line for run in row.runs for line in run.history]
         idle = sum(line["answered"] <= line["diverged"] for line in lines)
         if idle:
