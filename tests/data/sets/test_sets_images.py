@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import fedloom as fl
 from fedloom.errors import DataError
 from tests.data.sets.writers import (
     cifar_records,
@@ -68,6 +70,16 @@ def test_another_shape_is_refused(name: str, array: str, value: np.ndarray, word
     if len(PLAIN[name][0]) == 2:
         assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_raw_pixels_of_mnist(tmp_path: Path) -> None:
+    """A model reads what the file holds, 0 to 255; else a 255th of it."""
+    path = plain_npz(tmp_path / "mnist.npz", (28, 28), 10)
+    wanted = torch.from_numpy(np.load(path)["train_x"][:, None].astype(np.float64))
+    for text, factor in (("mnist(raw=true)", 1.0), ("mnist", 1 / 255)):
+        federation = fl.load(text, partition="iid", clients=2, data_dir=tmp_path)
+        seen = federation.preparation.clean(federation.x, torch.float64)
+        assert torch.allclose(seen, factor * wanted, rtol=1e-15, atol=0)
 
 
 def test_mnist_as_published(tmp_path: Path) -> None:

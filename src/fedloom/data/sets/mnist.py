@@ -1,12 +1,13 @@
 """MNIST: LeCun, Bottou, Bengio, Haffner: Gradient-based learning applied to document recognition. Proc. IEEE 86, 1998.
 
-Pixels lie in [0, 1] and are not normalised, as in FedGLAD's code.
+Pixels lie in [0, 1] and are not normalised, as in FedGLAD's code; with raw=true from 0 to 255, as RADFed's reads them.
 """
 
 from fedloom.data.catalogue import dataset
 from fedloom.data.corpus import Corpus
 from fedloom.data.files import Remote, Source
 from fedloom.data.formats import mnist_files, plain_images, size_notes
+from fedloom.data.transforms import PIXEL
 
 SAMPLES = (60_000, 10_000)
 _MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -27,11 +28,20 @@ _SUMS = {
     published=[[Remote(name, _MIRROR + name, f"md5:{digest}") for name, digest in _SUMS.items()]],
     how=f"Get the four files {', '.join(_SUMS)} from {_MIRROR}, or save the arrays as mnist.npz.",
 )
-def mnist(*, source: Source) -> Corpus:
+def mnist(raw: bool = False, *, source: Source) -> Corpus:
     """handwritten digits, 28 x 28 pixels (LeCun et al. 1998)"""
     if source.plain is not None:
         (x, y), (test_x, test_y) = plain_images(source.plain, (28, 28), 10)
     else:
         (x, y), (test_x, test_y) = mnist_files(source, "")
-    notes = size_notes(len(y), len(test_y), SAMPLES)
-    return Corpus(x[:, None], y, test_x[:, None], test_y, classes=10, class_names=tuple("0123456789"), notes=notes)
+    return Corpus(
+        x[:, None],
+        y,
+        test_x[:, None],
+        test_y,
+        classes=10,
+        class_names=tuple("0123456789"),
+        mean=(0.0,) if raw else (),
+        std=(1 / PIXEL,) if raw else (),
+        notes=size_notes(len(y), len(test_y), SAMPLES),
+    )
