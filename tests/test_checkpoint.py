@@ -661,7 +661,7 @@ def test_file_that_may_not_grow(tmp_path: Path, whole_model: bytes) -> None:
     assert "Traceback" not in failed.stderr
     assert "the checkpoint of round 4 can't be written to" in failed.stderr
     assert "File too large" in failed.stderr
-    assert "the last one, of round 3, is whole" in failed.stderr
+    assert "the last checkpoint, of round 3, is whole" in failed.stderr
     assert {path: path.read_bytes() for path in (folder / "checkpoint").glob("**/*") if path.is_file()} == before
     done = fedloom(*RUN, "--rounds", "6", "--out", str(folder), "--resume")
     assert done.returncode == 0, done.stderr

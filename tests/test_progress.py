@@ -70,7 +70,7 @@ def test_what_is_left_of_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("fedloom.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     said = io.StringIO()
     with Watch(100, Console(file=said, width=200)) as watch:
-        show = watch.callback("a run", "accuracy")
+        show = watch.callback("a run", "accuracy", 100)
         now[0] += 60
         for round in range(61, 101):
             show(event(round, 100))
@@ -85,7 +85,7 @@ def test_a_day_is_told_in_some_hundred_lines(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("fedloom.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     said = io.StringIO()
     with Watch(24 * 1800, Console(file=said, width=200)) as watch:
-        show = watch.callback("a run", "accuracy")
+        show = watch.callback("a run", "accuracy", 24 * 1800)
         for round in range(1, 24 * 1800 + 1):  # two seconds each
             now[0] += 2
             show(event(round, 24 * 1800))
@@ -102,7 +102,7 @@ def test_rounds_of_different_length(monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.StringIO()
     with Watch(3 * 450, Console(file=said, width=200), "works") as watch:
         for name, each, first in (("radfed", 15.0, 1), ("fedavg", 1.0, 1), ("fedasync", 0.1, 601)):
-            show, rounds = watch.callback(name, "accuracy"), round(450 / each)
+            show, rounds = watch.callback(name, "accuracy", 450), round(450 / each)
             for number in range(first, rounds + 1):
                 now[0] += each
                 show(Event(number, rounds, torch.zeros(1), {"works": each * number}, None))
@@ -125,7 +125,7 @@ def test_a_run_that_ends_early_leaves_less_to_do(monkeypatch: pytest.MonkeyPatch
     said = io.StringIO()
     with Watch(3 * 400, Console(file=said, width=200), "works") as watch:
         for name, each, end in (("fedavg", 1.0, 100), ("radfed", 10.0, 390), ("fedprox", 1.0, 400)):
-            show = watch.callback(name, "accuracy")
+            show = watch.callback(name, "accuracy", 400)
             for works in torch.arange(each, end + 1, each).tolist():
                 now[0] += each
                 rounds = works if works == end else 400
@@ -141,6 +141,26 @@ def test_a_run_that_ends_early_leaves_less_to_do(monkeypatch: pytest.MonkeyPatch
         }
         assert abs(int(seconds) - expected[name]) <= 1, (name, n)
     assert said.getvalue().endswith("fedprox: round 400/400    1.0 works/s  0 s left\n")
+
+
+def test_a_run_that_ends_with_the_first_round_that_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on in round 51, which is its last; the other one has 50 rounds of a second."""
+    now = [0.0]
+    monkeypatch.setattr("fedloom.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    said = io.StringIO()
+    with Watch(100 + 50, Console(file=said, width=200)) as watch:
+        watch.callback("a", "accuracy", 100)(event(51, 51))
+        show = watch.callback("[b]", "accuracy", 50)
+        for number in range(1, 51):
+            now[0] += 1
+            show(event(number, 50))
+    assert said.getvalue().startswith("[b]: round 5/50  accuracy 0.2500  1.0 rounds/s  45 s left\n")
+    assert said.getvalue().endswith("[b]: round 50/50  accuracy 0.2500  1.0 rounds/s  0 s left\n")
+
+
+def test_labels_are_no_markup() -> None:
+    with Watch(2, Console(file=io.StringIO(), force_terminal=True)) as watch:
+        watch.callback("FedAvg [/ours]", "accuracy", 2)(event(1, 2))
 
 
 def test_out_of_patience(capfd: pytest.CaptureFixture[str]) -> None:

@@ -231,12 +231,12 @@ class Checkpoints:
         """What is on disk, in words."""
         if self.round is None or not self.folder.is_dir():
             return "no checkpoint is on disk"
-        return f"the last one, of round {self.round}, is whole: resume from it when that is mended"
+        return f"the last checkpoint, of round {self.round}, is whole: resume from it when that is mended"
 
 
-def exist(folder: Path) -> bool:
-    """Are there any, whole or not?"""
-    return bool(_checkpoints(folder))
+def newest(folder: Path) -> str | None:
+    """The name of the newest one, whole or not; None where there is none."""
+    return next((path.name for path in _checkpoints(folder)), None)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -119,4 +119,4 @@ def fit(
     if not (console.is_terminal or console.is_jupyter if progress is None else progress):
         return training.run(callbacks)
     with Watch(rounds, console) as watch:
-        return training.run([watch.callback(Method(method).text, find_metric(metric)[0]), *callbacks])
+        return training.run([watch.callback(Method(method).text, find_metric(metric)[0], rounds), *callbacks])

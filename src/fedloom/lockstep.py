@@ -80,11 +80,12 @@ def run_together(
 
     def go_on(i: int, updates: Updates | None) -> None:
         try:
-            waiting[i] = playing[i].send(updates)  # type: ignore[arg-type]  # nothing is sent before the first Work
-        except StopIteration as end:
-            waiting.pop(i, None)
-            results[i] = end.value
-            finished(i, end.value)
+            try:
+                waiting[i] = playing[i].send(updates)  # type: ignore[arg-type]  # nothing is sent before the first Work
+            except StopIteration as end:
+                waiting.pop(i, None)
+                results[i] = end.value
+                finished(i, end.value)
         except Exception as error:  # in its callbacks, its disk, its server: the other runs are not concerned
             waiting.pop(i, None)
             errors.append(error)

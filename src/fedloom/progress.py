@@ -15,8 +15,8 @@ SHARE = 1 / 30  # of the time so far, later: a day is told in some hundred lines
 
 
 class Watch:
-    """Shows how a number of rounds comes along. Hand `watch.callback(label)` to each run. Where their rounds differ in
-    length, as those of several methods do, `works` are counted instead.
+    """Shows how a number of rounds comes along. Hand `watch.callback(label, metric, rounds)` to each run. Where their
+    rounds differ in length, as those of several methods do, `works` are counted instead.
     """
 
     def __init__(self, total: float, console: Console, unit: Literal["rounds", "works"] = "rounds") -> None:
@@ -32,10 +32,10 @@ class Watch:
     def __enter__(self) -> "Watch":
         if self.console.is_terminal:
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
                 TimeRemainingColumn(),
             )
             # what a callback prints appears above the bar, unless it goes elsewhere
@@ -55,19 +55,19 @@ class Watch:
         if self.bar:
             self.bar.update(self.task, total=self.total)
 
-    def callback(self, label: str, metric: str) -> Callback:
-        score, seen, planned = "", 0.0, 0
+    def callback(self, label: str, metric: str, planned: float) -> Callback:
+        """For a run of so many rounds, or works, in all."""
+        score, seen = "", 0.0
 
         def show(event: Event) -> None:
-            nonlocal score, seen, planned
+            nonlocal score, seen
             here = float(event.round if self.unit == "rounds" else event.metrics["works"])
             if not seen:  # a run that goes on has rounds behind it
                 seen = here * (event.round - 1) / event.round
                 self.skip(seen)
             self.done, seen = self.done + here - seen, here
-            planned = max(planned, event.rounds)
-            if event.round == event.rounds < planned:  # it ended early
-                self.skip(here * (planned - event.round) / event.round)
+            if event.round == event.rounds and here < planned - 1e-6:  # it ended early
+                self.skip(planned - here)
             now = time.monotonic()
             score = _score(event, metric) or score
             rate = self._rate(now)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.checkpoint import Checkpoints, Saved, exist
+from fedloom.checkpoint import Checkpoints, Saved, newest
 from fedloom.diagnosis import Diagnosis, named
 from fedloom.engines.choose import Wishes, bytes_of
 from fedloom.errors import ConfigError, RunError
@@ -246,7 +246,7 @@ class Training:
             except KeyboardInterrupt:
                 self.save()
                 raise
-            except RunError:  # a cluster that is gone, say: as much as can be kept
+            except (RunError, ConnectionError):  # a cluster, or who is told of it, is gone: as much as can be kept
                 with suppress(RunError):
                     self.save()
                 raise
@@ -291,7 +291,7 @@ class Training:
     def prepare_folder(self) -> None:
         """Make the folder of checkpoints, or refuse one that holds another run's."""
         if self.checkpoints is not None:
-            if not self.resumed and exist(self.checkpoints.folder):
+            if not self.resumed and newest(self.checkpoints.folder):
                 folder = self.checkpoints.folder
                 raise RunError(f"{folder} holds checkpoints already; pass resume=True, or choose another folder")
             self.checkpoints.begin()
@@ -458,6 +458,9 @@ class Training:
                 memory.restore(checkpoints.remembered(key))
         except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             raise RunError(f"the checkpoint of round {round} in {folder} is not one of this run: {error}") from None
+        measured = any("validation_loss" in line for line in self.history)
+        if self.best.patience is not None and self.best.score is None and measured:
+            raise RunError(f"{folder}: patience can't begin in round {round + 1}, no best model was kept until then")
 
     def take_up(self, saved: Saved) -> None:
         """Go on from where a run has come; what its clients remember is not part of it."""

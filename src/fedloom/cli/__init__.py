@@ -31,7 +31,7 @@ def main() -> None:
         _complain(f"{error.filename or 'a file'}: {error.strerror or error}")
         code = 2
     except click.exceptions.NoArgsIsHelpError as error:
-        out.print(error.format_message(), markup=False)
+        out.print(error.format_message())
         code = 0
     except click.ClickException as error:
         _complain(error.format_message())

@@ -21,7 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # they would print the data
 )
-out, err = Console(), Console(stderr=True)
+# names may have [brackets] and :colons:
+out, err = Console(markup=False, emoji=False), Console(stderr=True, markup=False, emoji=False)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; written options win.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]

@@ -34,7 +34,7 @@ def init(
 
     write_app(folder, written, publisher)
     said = f"wrote {folder}: {folder / 'README.md'} says how to rehearse and deploy it"
-    out.print(said, soft_wrap=True, highlight=False, markup=False)
+    out.print(said, soft_wrap=True, highlight=False)
 
 
 @flower.command()
@@ -66,4 +66,4 @@ def simulate(
             out=kept,
             tell=status.update,
         )
-    out.print(str(done), soft_wrap=True, highlight=False, markup=False)
+    out.print(str(done), soft_wrap=True, highlight=False)

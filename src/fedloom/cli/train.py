@@ -66,7 +66,7 @@ def run(
     known = dataclasses.asdict(settings.settled())
     telling = tracked(trackers, folder, known, title=settings.method, resume=resume)
     with within(time_budget), Watch(settings.rounds, err) as watch, telling as tell:
-        show = watch.callback(settings.method, settings.metric)
+        show = watch.callback(settings.method, settings.metric, settings.rounds)
         done = start_run(settings, folder, overwrite=overwrite, resume=resume, callbacks=[show, *tell])
     last = done.kept
     names = [name for name in (f"test_{settings.metric}", "test_loss") if last.get(name) is not None]
@@ -124,7 +124,7 @@ def compare(
         )
     out.print(table(done))
     for remark in remarks(done):
-        out.print(remark, soft_wrap=True, highlight=False, markup=False)
+        out.print(remark, soft_wrap=True, highlight=False)
     write_tables(done, folder)
     write_page(folder, "comparison_page", done, figures)
 
@@ -181,7 +181,7 @@ def reproduce(
     def tell(found: "Reproduction") -> None:
         out.print(reproduction.table(found))
         for remark in reproduction.remarks(found):
-            out.print(remark, soft_wrap=True, highlight=False, markup=False)
+            out.print(remark, soft_wrap=True, highlight=False)
         written = reproduction.write(found, shlex.join(["fedloom", *sys.argv[1:]]), figures)
         names = [path.name for path in written if path.parent == found.folder]
         out.print(f"in {found.folder}: {', '.join(names)}{' and figures' * figures}", soft_wrap=True, highlight=False)
@@ -250,4 +250,4 @@ def tune(
     out.print(table(done))
     out.print(f"trials: {folder / 'trials.csv'}", soft_wrap=True, highlight=False)
     for command in done.next_commands:
-        out.print(f"next: {command}", soft_wrap=True, highlight=False, markup=False)
+        out.print(f"next: {command}", soft_wrap=True, highlight=False)

@@ -22,7 +22,7 @@ def recipes(
     from fedloom.report.recipe_page import listed, recipe_page
 
     if name is not None:
-        out.print(recipe_page(find_recipe(name)), markup=False, highlight=False, soft_wrap=True)
+        out.print(recipe_page(find_recipe(name)), highlight=False, soft_wrap=True)
         return
     out.print(listed([find_recipe(known) for known in recipe_names()], cost, data_dir, err))
 
@@ -59,7 +59,7 @@ def methods(
     from fedloom.report.method_page import method_page
 
     if name is not None:
-        out.print(method_page(name), markup=False, highlight=False, soft_wrap=True)
+        out.print(method_page(name), highlight=False, soft_wrap=True)
         return
     shown = Table("method", "fills", "what it does", "paper", box=None, pad_edge=False)
     shown.columns[0].overflow = "fold"
@@ -91,12 +91,12 @@ def data(
         out.print(ways())
         return
     if partition is None and plot is None and clients is None:
-        out.print(data_page(name, data_dir), markup=False, highlight=False, soft_wrap=True)
+        out.print(data_page(name, data_dir), highlight=False, soft_wrap=True)
         return
     found = load(name, partition, clients, seed, pooled=pooled, data_dir=data_dir).report
     if found is None:
         raise DataError(f"{name} stays on disk and is not dealt out; leave lazy out to look at it")
-    out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    out.print(str(found), highlight=False, soft_wrap=True)
     if plot is not None:
         found.plot(plot)
         out.print(f"wrote {plot}", soft_wrap=True, highlight=False)
@@ -161,7 +161,7 @@ def ui(
     from fedloom.report.live import serve
 
     def say(line: str) -> None:
-        out.print(line, soft_wrap=True, highlight=False, markup=False)
+        out.print(line, soft_wrap=True, highlight=False)
 
     serve(folder, host, port, say=say, show=show)
 

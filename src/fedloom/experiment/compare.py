@@ -181,7 +181,7 @@ def compare(
                     progress.skip(works[plan])
                 label = f"{plan.method} seed {seeded.seed}"
                 tell = trackers.enter_context(tracked(track, where, asdict(seeded), title=label, resume=resume))
-                jobs.append(Job(seeded, where, [progress.callback(label, config.metric), *tell]))
+                jobs.append(Job(seeded, where, [progress.callback(label, config.metric, works[plan]), *tell]))
         if processes:
             _apart(jobs, processes, resume)
         at_once = TOGETHER if pool is not None or (lockstep and vector) else 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import Run
 from fedloom.experiment.recipe import Case, Printed, Recipe
+from fedloom.experiment.score import History, Score, Series
 
 Repeat = tuple[int, int | None]  # seed and fold
 
@@ -25,6 +26,12 @@ class Cell:
     def values(self, recipe: Recipe, score: str) -> dict[Repeat, float]:
         """By seed and fold."""
         return {(run.config.seed, run.config.fold): recipe.scores[score].of(run.history) for run in self.runs}
+
+    def lost(self, recipe: Recipe, score: str) -> dict[Repeat, str]:
+        """Why runs have no value, by seed and fold."""
+        function = recipe.scores[score]
+        lost = [run for run in self.runs if math.isnan(function.of(run.history))]
+        return {(run.config.seed, run.config.fold): _why(function, run.history) for run in lost}
 
 
 @dataclass(frozen=True)
@@ -84,14 +91,15 @@ class Reproduction:
         values, base = cell.values(self.recipe, score), self._base(cell)
         reference = None if base is None else base.values(self.recipe, score)
         shared = {repeat: value for repeat, value in values.items() if reference is None or repeat in reference}
-        lost = "not reached" if function.text.startswith("first(") else "diverged"
+        lost = cell.lost(self.recipe, score)
+        base_lost = {} if base is None else base.lost(self.recipe, score)
         note = ""
-        if any(map(math.isnan, values.values())):
-            note = lost
+        if lost:
+            note = next(iter(lost.values()))
         elif not shared:
             note = f"no {self.recipe.relative_to}"
-        elif reference is not None and any(math.isnan(reference[repeat]) for repeat in shared):
-            note = f"{self.recipe.relative_to} {lost}"
+        elif whys := [why for repeat, why in base_lost.items() if repeat in shared]:
+            note = f"{self.recipe.relative_to} {whys[0]}"
         mean, sd = (math.nan, None) if note else _mean(shared, reference)
         why, runs = cell.why_not, tuple(values.values())
         return Finding(cell.case.row, cell.case.label, score, mean, sd, len(shared or values), printed, why, note, runs)
@@ -107,6 +115,18 @@ class Reproduction:
         if label is None or cell.case.label == label:
             return None
         return next(c for c in self.cells if c.case.row == cell.case.row and c.case.label == label)
+
+
+def _why(score: Score, history: History) -> str:
+    """Why a run has no value; what is not finite is null in its history."""
+    if not score.measured(history):
+        return "not measured"
+    named = dict(score.named)
+    keys = (*score.keys, named.get("by", score.keys[0]))
+    if not all(math.isfinite(value) for key in keys for value in Series.of(history, key).values):
+        return "diverged"
+    reached = "above" not in named and named.get("round", 0) <= history[-1]["round"]
+    return "undefined" if reached else "not reached"
 
 
 def _mean(values: dict[Repeat, float], reference: dict[Repeat, float] | None) -> tuple[float, float | None]:

@@ -65,13 +65,14 @@ class Run:
         """The line of the round whose model was kept: the last, or under patience that of the best validation score."""
         if self.config.patience is None or not self.history:
             return self.history[-1] if self.history else {}
-        metric = f"validation_{self.config.metric}"
-        best, kept = -math.inf, self.history[-1]
-        for line in self.history:
-            score = line.get(metric, -line["validation_loss"] if line.get("validation_loss") is not None else None)
-            if score is not None and score > best:
-                best, kept = score, line
-        return kept
+        looks = [(line, self._score(line)) for line in self.history if "validation_loss" in line]
+        return max(looks, key=lambda look: look[1])[0] if looks else self.history[-1]  # the first of several
+
+    def _score(self, line: Mapping[str, Any]) -> float:
+        """What patience judges by; an undefined score is worse than any other."""
+        name, loss = f"validation_{self.config.metric}", line["validation_loss"]
+        score = line.get(name, loss if loss is None else -loss)
+        return -math.inf if score is None else float(score)
 
     def frame(self) -> "pd.DataFrame":
         import pandas as pd
@@ -120,6 +121,18 @@ def load_run(folder: str | Path) -> Run:
         raise RunError(f"{folder} {kind or f'is no run folder: it has no {CONFIG}'}")
     config = RunConfig().change(read_config(folder / CONFIG, links=False))
     return Run(folder, config, _read_lines(folder / METRICS))
+
+
+def load_finished(folder: Path) -> Run:
+    """Read a run that has finished, and refuse one that has not all of its rounds."""
+    run = load_run(folder)
+    if not run.history:
+        raise RunError(f"{folder / METRICS} is empty although the run has finished; remove the folder to repeat it")
+    played = rounds_played(folder)
+    if played is not None and played != len(run.history):
+        told = f"has {len(run.history)} lines, but the run played {played} rounds"
+        raise RunError(f"{folder / METRICS} {told}; remove the folder to repeat it")
+    return run
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from fedloom.experiment.compare import TOGETHER, rounds_for, slug, works_of_roun
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.cost import duration, seconds_for
 from fedloom.experiment.findings import Cell, Reproduction
-from fedloom.experiment.folder import InUse, Run, is_finished, load_run
+from fedloom.experiment.folder import InUse, Run, is_finished, load_finished
 from fedloom.experiment.processes import check_processes, side_by_side
 from fedloom.experiment.recipe import SCALES, Case, Recipe
 from fedloom.experiment.run import Job, alone, load_data, prepare_run, start_runs, workers_for
@@ -148,7 +148,7 @@ def _left_out(recipe: Recipe, cell: Cell, repeats: list[tuple[int, int | None]],
     with suppress(FedloomError):
         jobs = [_job(recipe, cell, out, *repeat) for repeat in repeats]
         if all(is_finished(job.folder) for job in jobs):
-            runs = [load_run(job.folder) for job in jobs]
+            runs = [load_finished(job.folder) for job in jobs]
     return replace(cell, runs=tuple(runs), why_not="" if runs else why_not, asked=False)
 
 
@@ -193,9 +193,17 @@ class _Row(NamedTuple):
     def done(self, problems: dict[Path, str]) -> "_Row":
         found = []
         for cell, own in zip(self.cells, self.planned, strict=True):
-            runs = tuple(load_run(job.folder) for job in own if is_finished(job.folder))
-            missing = [problems.get(job.folder, "not finished") for job in own if not is_finished(job.folder)]
-            found.append(replace(cell, runs=runs, why_not=cell.why_not or (missing[0] if missing else "")))
+            runs: list[Run] = []
+            missing: list[str] = []
+            for job in own:
+                try:
+                    if is_finished(job.folder):
+                        runs.append(load_finished(job.folder))
+                    else:
+                        missing.append(problems.get(job.folder, "not finished"))
+                except FedloomError as error:  # what can't be read of one run does not keep the others from the table
+                    missing.append(_told(error))
+            found.append(replace(cell, runs=tuple(runs), why_not=cell.why_not or (missing[0] if missing else "")))
         return self._replace(cells=found)
 
 
@@ -314,7 +322,7 @@ def _watch(jobs: Sequence[Job], console: Console) -> Watch:
 
 
 def _watched(job: Job, watch: Watch) -> Job:
-    return job._replace(callbacks=[watch.callback(job.label, job.config.metric)])
+    return job._replace(callbacks=[watch.callback(job.label, job.config.metric, _works(job.config))])
 
 
 def _try(job: Job) -> tuple[str, bool]:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.checkpoint import exist
+from fedloom.checkpoint import newest, sync
 from fedloom.data.load import load
 from fedloom.engines.choose import Wishes
 from fedloom.engines.ray import session
@@ -29,12 +29,13 @@ from fedloom.experiment.folder import (
     PARTITION,
     STUDY,
     TENSORS,
+    InUse,
     Run,
     claim,
     is_finished,
     json_line,
+    load_finished,
     load_run,
-    rounds_played,
     write_model,
     write_text,
 )
@@ -125,8 +126,9 @@ def start_runs(
     their clients remember.
     """
     configs = [job.config.settled() for job in jobs]
-    ready = []
+    ready, before = [], []
     for job, config in zip(jobs, configs, strict=True):
+        before.append(standing(job.folder))
         found = prepare_run(config, job.folder, resume, room)
         ready.append(found)
         if not isinstance(found, Run):
@@ -135,7 +137,7 @@ def start_runs(
     done = {i: run for i, run in enumerate(ready) if isinstance(run, Run)}
     with ExitStack() as folders:
         begun = {
-            i: folders.enter_context(recorded(job.folder, job.config.settled(), *found, overwrite, resume))
+            i: folders.enter_context(recorded(job.folder, configs[i], *found, before[i], overwrite, resume))
             for i, (job, found) in enumerate(zip(jobs, ready, strict=True))
             if not isinstance(found, Run)
         }
@@ -145,6 +147,7 @@ def start_runs(
 
         def finished(k: int, result: Result) -> None:
             i = places[k]
+            sync(jobs[i].folder / METRICS)  # all of it is there when the model is
             write_model(jobs[i].folder / MODEL, result.model, len(result.history))
             if not jobs[i].grows:
                 shutil.rmtree(jobs[i].folder / CHECKPOINT, ignore_errors=True)
@@ -159,31 +162,51 @@ def start_runs(
     return [done[i] for i in range(len(jobs))]
 
 
+Standing = tuple[str | None, bool]
+
+
+def standing(folder: Path) -> Standing:
+    """How far a run has come: its newest checkpoint, and whether it has finished."""
+    return newest(folder / CHECKPOINT), is_finished(folder)
+
+
 @contextmanager
 def recorded(
-    folder: Path, config: RunConfig, training: Training, federation: Federation, overwrite: bool, resume: bool
+    folder: Path,
+    config: RunConfig,
+    training: Training,
+    federation: Federation,
+    before: Standing,
+    overwrite: bool,
+    resume: bool,
 ) -> Iterator[tuple[Training, Callback, RunConfig]]:
-    """A run's folder, with all that is known before the first round, and a callback that writes its history."""
+    """A run's folder, with all that is known before the first round, and a callback that writes its history. `before`
+    is how far it had come when the training was made.
+    """
     engine = training.simulation.engine
     config = replace(config, engine=engine.name, compile=engine.compile)
     with claim(folder, overwrite, resume):
+        if resume and standing(folder) != before:
+            raise InUse(f"{folder} was in use by another fedloom until now; the same command goes on")
         (folder / MODEL).unlink(missing_ok=True)  # it has finished when there is one
         write_text(folder / CONFIG, config.yaml())
         write_text(folder / TENSORS, json.dumps(training.simulation.setup.space.names))
         if federation.report is not None:
             federation.report.save(folder / PARTITION)
         write_text(folder / METRICS, "".join(json_line(row) for row in training.history))
-        with (folder / METRICS).open("a", buffering=1) as metrics:
+        metrics = (folder / METRICS).open("a", buffering=1)
 
-            def record(event: Event) -> None:
-                try:
-                    metrics.write(json_line(event.metrics))
-                except OSError as error:
-                    raise RunError(
-                        f"{folder / METRICS} can't be written: {error.strerror}; {training.last_safe}"
-                    ) from None
+        def record(event: Event) -> None:
+            try:
+                metrics.write(json_line(event.metrics))
+            except OSError as error:
+                raise RunError(f"{folder / METRICS} can't be written: {error.strerror}; {training.last_safe}") from None
 
+        try:
             yield training, record, config
+        finally:
+            with suppress(OSError):  # it tries again what could not be written
+                metrics.close()
 
 
 def prepare_run(
@@ -194,7 +217,7 @@ def prepare_run(
     """
     config = config.settled()
     if resume and is_over(folder, config.rounds):
-        return _same_settings(load_run(folder), config)
+        return _same_settings(load_finished(folder), config)
     if (folder / COMPARISON).is_file():
         raise RunError(f"{folder} holds a comparison; choose another --out")
     if (folder / STUDY).is_file():
@@ -206,7 +229,7 @@ def prepare_run(
 
 def is_over(folder: Path, rounds: int) -> bool:
     """A run that has finished and can't go on, or is not asked to: with more rounds, and its last checkpoint."""
-    return is_finished(folder) and not (rounds > load_run(folder).config.rounds and exist(folder / CHECKPOINT))
+    return is_finished(folder) and not (rounds > load_run(folder).config.rounds and newest(folder / CHECKPOINT))
 
 
 def workers_for(config: RunConfig, runs: int) -> Pool | None:
@@ -258,11 +281,6 @@ def make_training(config: RunConfig, federation: Federation, **more: Any) -> Tra
 
 def _same_settings(run: Run, config: RunConfig) -> Run:
     """A finished run stands for other settings only if they can't have changed its result."""
-    if not run.history:
-        raise RunError(f"{run.folder / METRICS} is empty although the run has finished; remove the folder to repeat it")
-    played = rounds_played(run.folder)
-    if played is not None and played != len(run.history):
-        raise RunError(f"{run.folder / METRICS} has {len(run.history)} lines, but the run played {played} rounds")
     then, now = asdict(run.config), asdict(config)
     changed = [
         f"{name} was {then[name]}, now {now[name]}" for name in now if name not in FREE and then[name] != now[name]

@@ -14,12 +14,12 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from fedloom.checkpoint import exist
+from fedloom.checkpoint import newest
 from fedloom.errors import ConfigError, ModelError, RunError, nearest
 from fedloom.evaluate import Score, find_metric
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import CHECKPOINT, MARK, MODEL, write_model
-from fedloom.experiment.run import recorded
+from fedloom.experiment.run import recorded, standing
 from fedloom.federation import Federation, Holdout
 from fedloom.flower.fleet import Away, Fleet, Terms
 from fedloom.flower.post import Post
@@ -130,9 +130,10 @@ def serve(
         raise RunError(f"{where} holds a run of {len(roster.members)} clients, not of {clients}")
     if where is None:
         return _played(prepared(roster, {}), roster, callbacks)
+    before = standing(where)
     training = prepared(roster, {"checkpoint": where / CHECKPOINT, "checkpoint_every": 1, "resume": resume})
     config = _config(training, model, metric, clients)
-    with recorded(where, config, training, training.data, False, resume) as (_, record, _):
+    with recorded(where, config, training, training.data, before, False, resume) as (_, record, _):
         roster.save(where)
         result = _played(training, roster, [record, *callbacks])
         write_model(where / MODEL, result.model, len(result.history))
@@ -173,7 +174,7 @@ def _check_folder(where: Path | None, resume: bool) -> None:
         raise RunError(f"{where} can't be written to: {getattr(error, 'strerror', error)}") from None
     if there and not resume:
         raise RunError(f"{where} is not empty; choose another folder, or resume the run that is in it")
-    if there and (exist(where / CHECKPOINT) or MARK not in there):
+    if there and (newest(where / CHECKPOINT) or MARK not in there):
         raise RunError(f"{where} is not empty, but holds no {ROSTER} of a run to resume; choose another folder")
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.findings import Finding, Reproduction
@@ -64,7 +65,7 @@ def remarks(found: Reproduction) -> list[str]:
     lines = [f"not run: {', '.join(whom)}: {why}" for why, whom in reasons(found).items()]
     unmeasured: dict[str, list[str]] = {}
     for finding in found.findings():
-        if finding.note == "not measured":
+        if finding.note == "not measured" and not finding.values:  # else some runs have it
             unmeasured.setdefault(finding.score, []).append(f"{finding.row} ({finding.label})")
     for score, whom in unmeasured.items():
         text = found.recipe.scores[score].text
@@ -73,12 +74,12 @@ def remarks(found: Reproduction) -> list[str]:
 
 
 def table(found: Reproduction) -> Table:
-    shown = Table(title=f"{found.recipe.title}{_size(found)}")
+    shown = Table(title=Text(f"{found.recipe.title}{_size(found)}", "table.title"))
     for i, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="left" if i < 3 else "right", overflow="fold")
     before = ""
     for finding in found.findings():
-        told = cells(finding)
+        told = [Text(cell) for cell in cells(finding)]
         shown.add_row("" if finding.row == before else told[0], *told[1:])
         before = finding.row
     return shown

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from fedloom.experiment.compare import LAST, Comparison, Row
 from fedloom.experiment.folder import write_text
@@ -85,15 +86,15 @@ IN_THE_TERMINAL = (0, 1, 3, 4, 5, 8)
 
 def table(comparison: Comparison) -> Table:
     """For the terminal; the best mean stands out."""
-    shown = Table(title=comparison.config.setting)
+    shown = Table(title=Text(comparison.config.setting, "table.title"))
     heads = headings(comparison)
     for i in IN_THE_TERMINAL:
-        shown.add_column(heads[i], justify="right" if i else "left", overflow="fold")
+        shown.add_column(Text(heads[i]), justify="right" if i else "left", overflow="fold")
     means = [row.mean for row in comparison.rows if not math.isnan(row.mean)]
     for row in comparison.rows:
         told = cells(row)
         best = means and row.mean == max(means)
-        shown.add_row(*(told[i] for i in IN_THE_TERMINAL), style="bold" if best else "")
+        shown.add_row(*(Text(told[i]) for i in IN_THE_TERMINAL), style="bold" if best else "")
     return shown
 
 

@@ -174,10 +174,10 @@ class Progress:
         try_out(candidates, federations, watch=self._callback, finished=finished, pool=self.pool)
 
     def _callback(self, candidate: Candidate) -> Callback:
-        show = self.watch.callback(f"trial {candidate.number + 1}: {candidate.config.method}", candidate.config.metric)
+        rounds, label = candidate.config.rounds, f"trial {candidate.number + 1}: {candidate.config.method}"
+        show = self.watch.callback(label, candidate.config.metric, rounds)
 
         def count(event: Event) -> None:
-            rounds = candidate.config.rounds
             self.played[candidate] += 1 if event.round < event.rounds else rounds - event.round + 1
             show(event)
 
