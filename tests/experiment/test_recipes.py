@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import fedloom as fl
 from fedloom.errors import ConfigError, DataError, RunError
 from fedloom.experiment import cost as costs
 from fedloom.experiment import reproduce as reproducing
@@ -376,6 +377,38 @@ def test_one_methods_problem_is_not_the_others(tmp_path: Path) -> None:
     assert all(cell.runs for cell in found.cells if cell.case.row == "even" and cell.case.label != "Forced")
     shown = {tuple(reproduction.cells(f)[:4]) for f in found.findings()}
     assert ("even", "Forced", "accuracy", "not run") in shown
+
+
+@pytest.mark.parametrize("how", [{"lockstep": True}, {"lockstep": False}, {"processes": 1}, {"processes": 2}], ids=str)
+def test_one_seeds_problem_is_not_the_others(how: dict[str, Any], tmp_path: Path) -> None:
+    """Seeds 0 and 2 deal a client less than a batch, of which nothing is left; and a method asks for a client that is
+    not there.
+    """
+    text = """
+title: t
+seeds: 4
+scores: {accuracy: last(test_accuracy)}
+settings: {
+  data: digits, model: logistic, clients: 20, rounds: 2, partition: "dirichlet(alpha=0.1, sigma=1.0)", batch_size: 8,
+  last_batch: drop
+}
+methods: {A: fedavg, B: fedprox(mu=0.1), C: {method: "fixed(cohorts=[[99]])", settings: {last_batch: keep}}}
+rows: {r: {}}
+"""
+    recipe = read_recipe(written(text, tmp_path))
+    found = reproduce(recipe, tmp_path / "out", console=QUIET, settings={"engine": "vector"}, **how)
+    seeds = {cell.case.label: [run.config.seed for run in cell.runs] for cell in found.cells}
+    possible = [seed for seed in range(4) if min(fl.load(**asked(seed)).sizes) >= 8]
+    assert 0 < len(possible) < 4
+    assert seeds == {"A": possible, "B": possible, "C": []}
+    whys = {cell.case.label: cell.why_not for cell in found.cells}
+    assert "drop" in whys["A"]
+    assert whys["A"] == whys["B"]
+    assert "no client 99" in whys["C"]
+
+
+def asked(seed: int) -> dict[str, Any]:
+    return {"name": "digits", "partition": "dirichlet(alpha=0.1, sigma=1.0)", "clients": 20, "seed": seed}
 
 
 def test_missing_data_are_said(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import logging
 import multiprocessing
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +48,12 @@ class _Worker(NamedTuple):
     link: Connection
 
 
-def side_by_side(groups: Sequence[Sequence[Job]], processes: int, *, resume: bool) -> dict[int, FedloomError]:
-    """Play every group of jobs, so many at a time, in their order; what went wrong, by their places. Callbacks hear of
-    metrics only: the models are elsewhere.
+def side_by_side(groups: Sequence[Sequence[Job]], processes: int, *, resume: bool) -> dict[Path, FedloomError]:
+    """Play every group of jobs, so many at a time, in their order; what went wrong, by the folders of those concerned.
+    Callbacks hear of metrics only: the models are elsewhere.
     """
     waiting = list(range(len(groups)))
-    problems: dict[int, FedloomError] = {}
+    problems: dict[Path, FedloomError] = {}
     at_work: dict[int, _Worker] = {}
     idle: list[_Worker] = []
     with terminable():
@@ -64,12 +65,13 @@ def side_by_side(groups: Sequence[Sequence[Job]], processes: int, *, resume: boo
                     at_work[waiting[0]] = worker
                     _send(worker, [job._replace(callbacks=()) for job in groups[waiting.pop(0)]])
                 for place in _speaking(at_work):
-                    error = _heard(groups[place], at_work[place])
+                    error = _heard(groups[place], at_work[place], problems)
                     if error is None:
                         continue
                     worker = at_work.pop(place)
                     if error is not DONE:
-                        problems[place] = error
+                        for job in groups[place]:
+                            problems.setdefault(job.folder, error)
                         LOG.warning("%s%s", _label(groups[place]), error)
                     if worker.process.is_alive():
                         idle.append(worker)
@@ -87,8 +89,10 @@ def _speaking(at_work: dict[int, _Worker]) -> list[int]:
     return [place for place, worker in at_work.items() if worker.link in ready]
 
 
-def _heard(group: Sequence[Job], worker: _Worker) -> FedloomError | None:
-    """What a worker has to say; an error, or that it is done, where that is the end of its runs."""
+def _heard(group: Sequence[Job], worker: _Worker, problems: dict[Path, FedloomError]) -> FedloomError | None:
+    """What a worker has to say; an error, or that it is done, where that is the end of its runs. A run that was refused
+    goes to the problems.
+    """
     try:
         kind, said = worker.link.recv()
     except (EOFError, OSError):
@@ -97,7 +101,11 @@ def _heard(group: Sequence[Job], worker: _Worker) -> FedloomError | None:
     if kind == "ended":
         error: FedloomError = said or DONE
         return error
-    if kind == "said":
+    if kind == "refused":
+        place, why = said
+        problems[group[place].folder] = why
+        LOG.warning("%s%s", _label(group[place : place + 1]), why)
+    elif kind == "said":
         level, text = said
         alone = len(group) == 1 and level >= logging.WARNING  # in a group each run names itself
         LOG.log(level, "%s%s", _label(group) if alone else "", text)
@@ -187,7 +195,8 @@ def _work(link: Connection, processes: int, resume: bool, threads: int) -> None:
             return
         error = None
         try:
-            _play([job._replace(callbacks=[_telling(link, i)]) for i, job in enumerate(asked)], processes, resume)
+            jobs = [job._replace(callbacks=[_telling(link, i)]) for i, job in enumerate(asked)]
+            _play(jobs, processes, resume, lambda i, why: link.send(("refused", (i, why))))
         except FedloomError as found:
             error = found
         except (KeyboardInterrupt, ConnectionError):  # told to stop, or left alone: what was played is saved
@@ -199,7 +208,7 @@ def _telling(link: Connection, place: int) -> Callback:
     return lambda event: link.send(("round", (place, event.rounds, dict(event.metrics))))
 
 
-def _play(jobs: Sequence[Job], processes: int, resume: bool) -> None:
+def _play(jobs: Sequence[Job], processes: int, resume: bool, refused: Callable[[int, FedloomError], None]) -> None:
     first = jobs[0].config
     device = find_device(first.device)
     if first.max_memory is None:
@@ -207,7 +216,7 @@ def _play(jobs: Sequence[Job], processes: int, resume: bool) -> None:
         jobs = [job._replace(config=replace(job.config, max_memory=share)) for job in jobs]
     room = Wishes(max_memory=bytes_of(jobs[0].config.max_memory)).room(device)
     room.host //= processes
-    start_runs(jobs, resume=resume, room=room)
+    start_runs(jobs, resume=resume, room=room, refused=refused)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the next run of another process may need it

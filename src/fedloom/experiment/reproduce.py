@@ -253,31 +253,26 @@ def _run(jobs: list[Job], console: Console, lockstep: bool, processes: int | Non
     if processes:
         return _run_apart(jobs, console, lockstep, processes)
     problems: dict[Path, str] = {}
-    ready: list[Job] = []
     pool = workers_for(jobs[0].config, len(jobs)) if jobs else None
     if pool is not None:
         jobs = [job._replace(config=alone(job.config)) for job in jobs]
-    tried: dict[Path, str] = {}
-    joint = lockstep
-    for job in jobs:
-        kind = job.folder.parent  # seeds differ in nothing that could be refused
-        if kind not in tried:  # whatever is wrong with one method does not keep the others from running
-            tried[kind], by_vector = _try(job)
-            joint &= by_vector
-        if tried[kind]:
-            problems[job.folder] = tried[kind]
-        else:
-            ready.append(job)
-    at_once = TOGETHER if joint or pool is not None else 1
-    with _watch(ready, console) as watch:
-        told = [_watched(job, watch) for job in ready]
-        for i in range(0, len(told), at_once):
+    kinds = {job.folder.parent: job for job in jobs}  # seeds and folds of a method are trained by the same engine
+    at_once = TOGETHER if pool is not None or (lockstep and all(map(_by_vector, kinds.values()))) else 1
+    with _watch(jobs, console) as watch:
+        for i in range(0, len(jobs), at_once):
+            some = [_watched(job, watch) for job in jobs[i : i + at_once]]
+
+            def refused(i: int, why: FedloomError, some: Sequence[Job] = some) -> None:
+                problems[some[i].folder] = _told(why)
+                watch.skip(_works(some[i].config))
+
             try:
-                start_runs(told[i : i + at_once], resume=True, pool=pool)
+                start_runs(some, resume=True, pool=pool, refused=refused)
             except InUse:
                 raise
             except FedloomError as error:
-                problems |= {job.folder: _told(error) for job in told[i : i + at_once]}
+                for job in some:
+                    problems.setdefault(job.folder, _told(error))
     return problems
 
 
@@ -296,7 +291,7 @@ def _run_apart(jobs: list[Job], console: Console, lockstep: bool, processes: int
     for error in found.values():
         if isinstance(error, InUse):
             raise error
-    return {job.folder: _told(error) for place, error in found.items() for job in groups[place]}
+    return {folder: _told(error) for folder, error in found.items()}
 
 
 def _kind(config: RunConfig) -> str:
@@ -325,13 +320,13 @@ def _watched(job: Job, watch: Watch) -> Job:
     return job._replace(callbacks=[watch.callback(job.label, job.config.metric, _works(job.config))])
 
 
-def _try(job: Job) -> tuple[str, bool]:
-    """Why a run can't begin, and whether it would be trained as one matrix."""
+def _by_vector(job: Job) -> bool:
+    """Whether a run would be trained as one matrix. One that can't begin keeps the others from nothing."""
     try:
         ready = prepare_run(job.config, job.folder, resume=True)
-    except FedloomError as error:
-        return _told(error), True
-    return "", isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
+    except FedloomError:
+        return True
+    return isinstance(ready, Run) or isinstance(ready[0].simulation.engine, Vector)
 
 
 def _job(recipe: Recipe, cell: Cell, out: Path, seed: int, fold: int | None) -> Job:

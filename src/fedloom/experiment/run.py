@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ from fedloom.engines.choose import Wishes
 from fedloom.engines.ray import session
 from fedloom.engines.ray.pool import Pool, pool_for
 from fedloom.engines.ray.whole import run_apart
-from fedloom.errors import RunError
+from fedloom.errors import FedloomError, RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import (
     CHECKPOINT,
@@ -121,25 +121,33 @@ def start_runs(
     resume: bool = False,
     pool: Pool | None = None,
     room: Room | None = None,
+    refused: Callable[[int, FedloomError], None] | None = None,
 ) -> list[Run]:
     """Several runs, each into its own folder: in lockstep, or at the workers of a pool. They share one `room` for what
-    their clients remember.
+    their clients remember. One that can't begin keeps all from theirs; or, where `refused` is told of it, itself alone.
     """
-    configs = [job.config.settled() for job in jobs]
-    ready, before = [], []
-    for job, config in zip(jobs, configs, strict=True):
-        before.append(standing(job.folder))
-        found = prepare_run(config, job.folder, resume, room)
-        ready.append(found)
-        if not isinstance(found, Run):
-            room = room or found[0].simulation.population.room
-            found[0].label = f"{config.method}, seed {config.seed}: " if len(jobs) > 1 else ""
-    done = {i: run for i, run in enumerate(ready) if isinstance(run, Run)}
+    done: dict[int, Run] = {}
+    ready: dict[int, tuple[RunConfig, Training, Federation, Standing]] = {}
+    for i, job in enumerate(jobs):
+        before = standing(job.folder)
+        try:
+            config = job.config.settled()
+            found = prepare_run(config, job.folder, resume, room)
+        except FedloomError as error:
+            if refused is None:
+                raise
+            refused(i, error)
+            continue
+        if isinstance(found, Run):
+            done[i] = found
+            continue
+        training, federation = found
+        room = room or training.simulation.population.room
+        training.label = f"{config.method}, seed {config.seed}: " if len(jobs) > 1 else ""
+        ready[i] = (config, training, federation, before)
     with ExitStack() as folders:
         begun = {
-            i: folders.enter_context(recorded(job.folder, configs[i], *found, before[i], overwrite, resume))
-            for i, (job, found) in enumerate(zip(jobs, ready, strict=True))
-            if not isinstance(found, Run)
+            i: folders.enter_context(recorded(jobs[i].folder, *found, overwrite, resume)) for i, found in ready.items()
         }
         trainings = [training for training, _, _ in begun.values()]
         callbacks = [[record, *jobs[i].callbacks] for i, (_, record, _) in begun.items()]
@@ -159,7 +167,7 @@ def start_runs(
             finished(0, trainings[0].run(callbacks[0]))
         elif trainings:
             run_together(trainings, callbacks, finished)
-    return [done[i] for i in range(len(jobs))]
+    return [done[i] for i in sorted(done)]
 
 
 Standing = tuple[str | None, bool]
