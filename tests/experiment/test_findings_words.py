@@ -1,9 +1,12 @@
 """The word that stands in place of a score says what happened: only what diverged is called so."""
 
+import csv
+import io
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedloom.experiment.config import RunConfig
@@ -11,7 +14,7 @@ from fedloom.experiment.findings import Cell, Finding, Reproduction
 from fedloom.experiment.folder import Run
 from fedloom.experiment.recipe import Case, Printed, Recipe
 from fedloom.experiment.score import Score
-from fedloom.report.reproduction import remarks
+from fedloom.report.reproduction import csv_text, markdown, remarks
 
 History = list[dict[str, Any]]
 CONFIG = RunConfig()
@@ -92,3 +95,25 @@ def test_where_some_seeds_lack_the_key_no_remark_says_that_all_do() -> None:
     assert remarks(some) == []
     (said,) = remarks(reproduction("last(scale)", FedAvg=[HEALTHY, HEALTHY]))
     assert "no run has" in said
+
+
+def test_the_difference_to_what_a_score_is_relative_to() -> None:
+    """Formed pair by pair: of methods that rise and fall together a small difference is more than chance."""
+    base, mine = np.array([50.0, 70.0, 90.0]), np.array([51.0, 71.5, 90.5])
+    each = {"FedAvg": [history(a / 100) for a in base], "Prox": [history(a / 100) for a in mine]}
+    found = reproduction("last(test_accuracy)", "FedAvg", **each)
+    fedavg, prox = found.findings()
+    assert math.isnan(fedavg.gain)
+    assert prox.gain == pytest.approx((mine - base).mean())
+    assert prox.gain_error == pytest.approx((mine - base).std(ddof=1) / np.sqrt(3))
+    lines = list(csv.DictReader(io.StringIO(csv_text(found))))
+    assert [line["gain"] for line in lines] == ["", str(prox.gain)]
+    heading, _, first, second = [line for line in markdown(found, "").splitlines() if line.startswith("|")]
+    assert heading.endswith("| less FedAvg |")
+    assert (first.endswith("| 3 | - |"), second.endswith("| 3 | +1.00 ± 0.29 |")) == (True, True)
+
+
+def test_one_pair_has_a_difference_without_an_error() -> None:
+    found = findings("last(test_accuracy)", "FedAvg", FedAvg=[history(0.5), LOST], Prox=[history(0.75)])
+    assert (found["Prox"].gain, found["Prox"].gain_error) == (25.0, None)
+    assert "less" not in markdown(reproduction("last(test_accuracy)", FedAvg=[HEALTHY]), "")

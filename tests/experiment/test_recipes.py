@@ -375,7 +375,7 @@ def test_one_methods_problem_is_not_the_others(tmp_path: Path) -> None:
     (why,) = (why for why in told if "99" in why)
     assert told[why] == ["even (Forced)"]
     assert all(cell.runs for cell in found.cells if cell.case.row == "even" and cell.case.label != "Forced")
-    shown = {tuple(reproduction.cells(f)[:4]) for f in found.findings()}
+    shown = {tuple(line[:4]) for line in reproduction.grid(found)[1]}
     assert ("even", "Forced", "accuracy", "not run") in shown
 
 

@@ -48,6 +48,8 @@ class Finding:
     why_not: str = ""
     note: str = ""  # why there is no mean although it was run
     values: tuple[float, ...] = ()  # of the runs, by seed and fold
+    gain: float = math.nan  # difference to what it is relative to, mean over the seeds and folds that both have
+    gain_error: float | None = None  # its standard error; None: of one pair
 
     @property
     def difference(self) -> float:
@@ -101,8 +103,9 @@ class Reproduction:
         elif whys := [why for repeat, why in base_lost.items() if repeat in shared]:
             note = f"{self.recipe.relative_to} {whys[0]}"
         mean, sd = (math.nan, None) if note else _mean(shared, reference)
-        why, runs = cell.why_not, tuple(values.values())
-        return Finding(cell.case.row, cell.case.label, score, mean, sd, len(shared or values), printed, why, note, runs)
+        gain = (math.nan, None) if note or reference is None else _gain(shared, reference)
+        case, why, runs, count = cell.case, cell.why_not, tuple(values.values()), len(shared or values)
+        return Finding(case.row, case.label, score, mean, sd, count, printed, why, note, runs, *gain)
 
     def _empty(self, cell: Cell, score: str) -> Finding:
         printed, note = cell.case.printed.get(score), "not measured" if cell.runs else "not run"
@@ -136,3 +139,9 @@ def _mean(values: dict[Repeat, float], reference: dict[Repeat, float] | None) ->
         return mean, statistics.stdev(values.values()) if len(values) > 1 else None
     base = statistics.fmean(reference[repeat] for repeat in values)
     return (100 * (mean / base - 1) if base else math.nan), None
+
+
+def _gain(values: dict[Repeat, float], reference: dict[Repeat, float]) -> tuple[float, float | None]:
+    """Mean difference and its standard error."""
+    each = [value - reference[repeat] for repeat, value in values.items()]
+    return statistics.fmean(each), statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None

@@ -22,15 +22,22 @@ from fedloom.report.page import runs_page
 HEADINGS = ["row", "method", "score", "measured", "printed", "diff.", "in sd", "runs"]  # sd: as printed
 
 
-def number(value: float, sd: float | None = None) -> str:
+def number(value: float, sd: float | None = None, sign: str = "") -> str:
     """With as many digits as papers print."""
     if math.isnan(value):
         return "-"
     digits = 2 if abs(value) < 1000 else 0
-    return f"{value:.{digits}f}" + ("" if sd is None else f" ± {sd:.{digits}f}")
+    return f"{value:{sign}.{digits}f}" + ("" if sd is None else f" ± {sd:.{digits}f}")
 
 
-def cells(finding: Finding) -> list[str]:
+def grid(found: Reproduction) -> tuple[list[str], list[list[str]]]:
+    """Headings, and the cells below them. Where results are relative to a method, the difference to it comes last."""
+    base = found.recipe.relative_to
+    heads = HEADINGS if base is None else [*HEADINGS, f"less {base}"]
+    return heads, [_cells(finding)[: len(heads)] for finding in found.findings()]
+
+
+def _cells(finding: Finding) -> list[str]:
     printed = finding.printed
     measured = number(finding.mean, finding.sd) if finding.told else finding.note or "-"
     return [
@@ -42,6 +49,7 @@ def cells(finding: Finding) -> list[str]:
         "-" if math.isnan(finding.difference) else f"{finding.difference:+.2f}",
         "-" if math.isnan(finding.deviations) else f"{finding.deviations:+.1f}",
         str(finding.runs),
+        number(finding.gain, finding.gain_error, "+"),
     ]
 
 
@@ -75,13 +83,13 @@ def remarks(found: Reproduction) -> list[str]:
 
 def table(found: Reproduction) -> Table:
     shown = Table(title=Text(f"{found.recipe.title}{_size(found)}", "table.title"))
-    for i, heading in enumerate(HEADINGS):
-        shown.add_column(heading, justify="left" if i < 3 else "right", overflow="fold")
+    heads, lines = grid(found)
+    for i, heading in enumerate(heads):
+        shown.add_column(Text(heading), justify="left" if i < 3 else "right", overflow="fold")
     before = ""
-    for finding in found.findings():
-        told = [Text(cell) for cell in cells(finding)]
-        shown.add_row("" if finding.row == before else told[0], *told[1:])
-        before = finding.row
+    for row, *others in lines:
+        shown.add_row(*map(Text, ("" if row == before else row, *others)))
+        before = row
     return shown
 
 
@@ -92,8 +100,9 @@ def _size(found: Reproduction) -> str:
 def markdown(found: Reproduction, command: str) -> str:
     recipe = found.recipe
     lines = [f"# {recipe.title} ({recipe.paper})", "", recipe.about, "", f"`{command}`", ""]
-    lines += ["| " + " | ".join(HEADINGS) + " |", "| " + " | ".join(["---"] * len(HEADINGS)) + " |"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(f)) + " |" for f in found.findings()]
+    heads, told = grid(found)
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in (heads, ["---"] * len(heads), *told))
+    lines += [f"| {' | '.join(line)} |" for line in escaped]
     for remark in remarks(found):
         lines += ["", remark]
     return "\n".join(lines) + "\n"
@@ -103,13 +112,14 @@ def csv_text(found: Reproduction) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     heads = ["recipe", "scale", "row", "label", "method", "score", "measured", "sd", "runs", "printed", "printed_sd"]
-    writer.writerow([*heads, "difference", "note", "not_run", "values"])
+    writer.writerow([*heads, "difference", "gain", "gain_error", "note", "not_run", "values"])
     methods = {(cell.case.row, cell.case.label): cell.config.method for cell in found.cells}
     for f in found.findings():
         printed = (None, None) if f.printed is None else (f.printed.mean, f.printed.sd)
         who = [found.recipe.name, found.scale, f.row, f.label, methods[f.row, f.label], f.score]
         values = " ".join(f"{value:.6g}" for value in f.values)
-        told = [*who, f.mean, f.sd, f.runs, *printed, f.difference, f.note, f.why_not, values]
+        gain = (f.gain, f.gain_error)
+        told = [*who, f.mean, f.sd, f.runs, *printed, f.difference, *gain, f.note, f.why_not, values]
         writer.writerow(["" if value is None or value != value else value for value in told])
     return out.getvalue()
 
@@ -148,8 +158,9 @@ def drawn(found: Reproduction) -> tuple[list[Run], list[str]]:
 
 def page(found: Reproduction, runs: list[Run], labels: list[str]) -> str:
     """The table and all curves as one HTML page."""
-    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS)
-    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in cells(finding)) for finding in found.findings()]
+    heads, told = grid(found)
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in heads)
+    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in told]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     missing = "".join(f"<p>{html.escape(remark)}</p>" for remark in remarks(found))
     top = (
