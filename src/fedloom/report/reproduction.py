@@ -20,6 +20,7 @@ from fedloom.report.figures import write as draw
 from fedloom.report.page import runs_page
 
 HEADINGS = ["row", "method", "score", "measured", "printed", "diff.", "in sd", "runs"]  # sd: as printed
+ALWAYS = {"row", "method", "score", "measured", "printed"}
 
 
 def number(value: float, sd: float | None = None, sign: str = "") -> str:
@@ -31,10 +32,11 @@ def number(value: float, sd: float | None = None, sign: str = "") -> str:
 
 
 def grid(found: Reproduction) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the cells below them. Where results are relative to a method, the difference to it comes last."""
-    base = found.recipe.relative_to
-    heads = HEADINGS if base is None else [*HEADINGS, f"less {base}"]
-    return heads, [_cells(finding)[: len(heads)] for finding in found.findings()]
+    """Headings, and the cells below them; without columns in which nothing stands."""
+    heads = [*HEADINGS, f"less {found.recipe.relative_to}"]
+    lines = [_cells(finding) for finding in found.findings()]
+    told = [i for i in range(len(heads)) if heads[i] in ALWAYS or any(line[i] != "-" for line in lines)]
+    return [heads[i] for i in told], [[line[i] for i in told] for line in lines]
 
 
 def _cells(finding: Finding) -> list[str]:
