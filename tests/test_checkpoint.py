@@ -409,6 +409,33 @@ def test_engine_may_change(two: tuple[Path, dict[int, Tensor]], tmp_path: Path) 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_writing_takes_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Checkpoints that take long come rarely: of twelve rounds of a second each, a save of 0.2 s is worth every fourth.
+    In lockstep rounds of a run are its share of the time, however long they last by the clock.
+    """
+    monkeypatch.setattr("fedloom.training.BETWEEN_CHECKPOINTS", 0.0)
+    clock = [0.0]
+    monkeypatch.setattr("fedloom.training.time.monotonic", lambda: clock[0])
+    saved: list[int] = []
+    run = Training(dense(), federation(), METHOD, checkpoint=tmp_path, **{**SETTINGS, "rounds": 12})
+    assert run.checkpoints is not None
+
+    def slowly(*of: Any) -> None:
+        saved.append(run.state.round)
+        clock[0] += 0.2
+
+    monkeypatch.setattr(run.checkpoints, "save", slowly)
+    counted = run._row
+
+    def row(*of: Any) -> dict[str, Any]:
+        clock[0] += 100.0  # by the clock
+        return {**counted(*of), "seconds": float(run.state.round + 1)}
+
+    monkeypatch.setattr(run, "_row", row)
+    run.run()
+    assert saved == [0, 4, 8, 12]
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """It is heard, also where the tests run in the background, in which a shell has it ignored."""

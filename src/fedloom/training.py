@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LOG = logging.getLogger("fedloom")
-BETWEEN_CHECKPOINTS = 30.0  # seconds
+BETWEEN_CHECKPOINTS = 30.0  # seconds, or more:
+WRITING = 0.05  # of a run's time goes into them at most
 TOLD = 10  # clients that a warning names
 
 
@@ -232,6 +233,8 @@ class Training:
         self.history: list[dict[str, Any]] = []
         self.label = ""  # before warnings, where several runs give them
         self.saved = time.monotonic()
+        self.writing = 0.0  # seconds that the last checkpoint took
+        self.played = 0.0  # seconds of this run before it
         self.trained = 0.0  # seconds that the clients of this round trained
         self.moved = 0  # bytes that went between processes before this round
         self.resumed = resume
@@ -402,18 +405,28 @@ class Training:
         return deployable
 
     def due(self, round: int) -> bool:
-        """Is it time for a checkpoint? Many large memories take long to write: time counts, not rounds."""
+        """Is it time for a checkpoint? Many large memories take long to write: time counts, not rounds. What this run
+        played counts for that, not the clock: of runs in lockstep each has a share of the time.
+        """
         if self.checkpoint_every is not None:
             return round % self.checkpoint_every == 0
-        return time.monotonic() - self.saved >= BETWEEN_CHECKPOINTS
+        rare = self.writing <= WRITING * (self.seconds - self.played)
+        return rare and time.monotonic() - self.saved >= BETWEEN_CHECKPOINTS
+
+    @property
+    def seconds(self) -> float:
+        """What this run has taken so far, its share where several are trained together."""
+        return float(self.history[-1]["seconds"]) if self.history else 0.0
 
     def save(self) -> None:
         """Put the state after the last whole round on disk."""
         if self.checkpoints is None:
             return
+        began = time.monotonic()
         with undisturbed():
             self.checkpoints.save(self.snapshot(), self.simulation.population.memory)
         self.saved = time.monotonic()
+        self.writing, self.played = self.saved - began, self.seconds
 
     def snapshot(self) -> Saved:
         """The state after the last whole round, but for what clients remember."""

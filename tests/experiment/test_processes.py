@@ -99,6 +99,18 @@ def test_the_end_of_patience_is_heard(tmp_path: Path) -> None:
     assert [(event.round, event.rounds) for event in heard] == [(1, 20), (2, 2)]
 
 
+def test_whoever_has_nothing_to_do_leaves_by_itself(tmp_path: Path) -> None:
+    """A process that is ended leaves locks and files of its libraries behind, and warnings of them."""
+    children: list[multiprocessing.process.BaseProcess] = []
+    jobs = [
+        job._replace(callbacks=[lambda event: children.extend(multiprocessing.active_children())])
+        for job in jobs_in(tmp_path)
+    ]
+    assert not side_by_side([jobs[:1], jobs[1:2]], 2, resume=True)
+    assert len(set(children)) == 2
+    assert {child.exitcode for child in children} == {0}
+
+
 def test_numbers_without_meaning() -> None:
     for processes in (0, -1, 100_000):
         with pytest.raises(ConfigError, match="processes must be between 1 and 256"):

@@ -78,7 +78,7 @@ class RunConfig:
     availability: float | str | None = _setting(None, "Share of the time that clients are there, or a trace file.")
     dropout_rate: float = _setting(0.0, "Share of the asked clients that fail to answer.")
     max_diverged: int | None = _setting(None, "End the run when more updates than this have diverged.")
-    checkpoint_every: int | None = _setting(None, "Rounds between checkpoints; left out, half a minute.")
+    checkpoint_every: int | None = _setting(None, "Rounds between checkpoints; left out, by time.")
 
     @property
     def dealing(self) -> dict[str, Any]:

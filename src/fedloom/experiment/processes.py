@@ -31,6 +31,7 @@ from fedloom.training import Callback, Event
 LOG = logging.getLogger("fedloom")
 MOST = 256  # processes
 USED = 0.8  # of the device's memory; the rest is for the processes themselves
+LEAVING = 30.0  # seconds that a process may take to end by itself
 
 
 def check_processes(processes: int | None, config: RunConfig) -> None:
@@ -77,7 +78,7 @@ def side_by_side(groups: Sequence[Sequence[Job]], processes: int, *, resume: boo
                         idle.append(worker)
         finally:
             with undisturbed():
-                _dismiss([*at_work.values(), *idle])
+                _dismiss(list(at_work.values()), idle)
     return problems
 
 
@@ -156,19 +157,25 @@ def _send(worker: _Worker, what: Any) -> None:
         return
 
 
-def _dismiss(workers: Sequence[_Worker]) -> None:
+def _dismiss(at_work: Sequence[_Worker], idle: Sequence[_Worker]) -> None:
     """Tell all to stop, and wait until what they have played is safe. What they say meanwhile is taken from them, so
-    that nobody waits to be heard.
+    that nobody waits to be heard. Those who have nothing to do leave by themselves, so that nothing of theirs is left.
     """
-    for worker in workers:
+    for worker in idle:
+        worker.link.close()
+    for worker in at_work:
         worker.process.terminate()
-    for worker in workers:
+    for worker in at_work:
         while worker.process.is_alive():
             with suppress(EOFError, OSError):
                 while worker.link.poll(0.1):
                     worker.link.recv()
             worker.process.join(0.1)
         worker.link.close()
+    for worker in idle:
+        worker.process.join(LEAVING)
+        worker.process.terminate()
+        worker.process.join()
 
 
 class _Relay(logging.Handler):
