@@ -126,16 +126,17 @@ class Local:
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     clip_norm: float | None = None
     last_batch: Literal["keep", "drop", "bootstrap"] = "keep"
+    shuffle: bool = True
 
     def batches(self, samples: int, seed: int, work: int, client: int, occurrence: int) -> list[NDArray[np.int64]]:
-        """Rebuilt from the documented key: a permutation per epoch, cut into batches."""
+        """Rebuilt from the documented key: a permutation per epoch, or the samples in their order, cut into batches."""
         if self.batch_size is None:
             return [np.arange(samples)] * (self.steps or self.epochs)
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(work, client, occurrence)))
         batches: list[NDArray[np.int64]] = []
         epoch = 0
         while len(batches) < self.steps if self.steps is not None else epoch < self.epochs:
-            order = rng.permutation(samples)
+            order = rng.permutation(samples) if self.shuffle else np.arange(samples)
             cut = [order[i : i + self.batch_size] for i in range(0, samples, self.batch_size)]
             missing = self.batch_size - len(cut[-1])
             if missing and self.last_batch == "drop":

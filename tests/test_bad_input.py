@@ -166,7 +166,8 @@ def test_batch_of_one_is_fine_where_batch_norm_has_many_values() -> None:
     "arguments",
     [{"epochs": 0}, {"steps": 0}, {"batch_size": 0}, {"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0},
      {"optimizer": "rmsprop"}, {"clip_norm": 0}, {"last_batch": "fill"}, {"nesterov": True}, {"weight_decay": -1},
-     {"optimizer": "adam", "momentum": 0.9}, {"epochs": 1.5}, {"batch_size": True}],
+     {"optimizer": "adam", "momentum": 0.9}, {"epochs": 1.5}, {"batch_size": True},
+     {"shuffle": 0}],
 )  # fmt: skip
 def test_local(arguments: dict[str, Any]) -> None:
     with pytest.raises(fl.ConfigError, match=next(iter(arguments))):

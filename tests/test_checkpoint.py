@@ -381,6 +381,25 @@ def test_changed_run_is_refused(change: dict[str, Any], said: str, two: tuple[Pa
         Training(checkpoint=two[0], resume=True, **given)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_settings_that_are_newer_than_the_checkpoint(shuffle: bool, two: tuple[Path, dict[int, Tensor]]) -> None:
+    """What it does not know had its default."""
+    path = two[0] / "round-00000006" / MANIFEST
+    whole = path.read_text()
+    manifest = json.loads(whole.split("\n", 1)[1])
+    del manifest["identity"]["local"]["shuffle"]
+    text = json.dumps(manifest)
+    path.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest()}) + "\n" + text)
+    try:
+        if shuffle:
+            assert played(two[0], resume=True).state.round == 6
+        else:
+            with pytest.raises(fl.RunError, match=r"belongs to another run: local.shuffle was true, now false"):
+                played(two[0], resume=True, local=fl.Local(shuffle=False))
+    finally:
+        path.write_text(whole)
+
+
 def test_queue_of_buffers(tmp_path: Path) -> None:
     """FedAsync remembers models of earlier rounds, with their batch-norm statistics as soon as there are some."""
     torch.manual_seed(0)

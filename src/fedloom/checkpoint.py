@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import RunError
+from fedloom.local import Local
 from fedloom.memory import Remembering
 from fedloom.round import RunState
 from fedloom.stages import State
@@ -319,6 +320,8 @@ def _needs(path: Path) -> set[str]:
 
 
 def _same_run(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    if isinstance(then.get("local"), dict):  # a setting that is newer than the checkpoint had its default
+        then = {**then, "local": asdict(Local()) | then["local"]}
     changed = [_difference(key, then.get(key), now[key]) for key in now if then.get(key) != now[key]]
     if changed:
         raise RunError(f"the checkpoint belongs to another run: {'; '.join(changed)}")

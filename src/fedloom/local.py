@@ -27,6 +27,7 @@ class Local:
     `batch_size=None` is the full batch: one step an epoch.
     `last_batch` says what happens to a short last batch of an epoch: it is kept, dropped, or filled up by drawing
     with replacement from all of the client's samples.
+    `shuffle=False`: batches go through a client's samples in their order, the same in every epoch.
 
     >>> Local(epochs=2, batch_size=32).count_steps(100)
     8
@@ -42,6 +43,7 @@ class Local:
     optimizer: Optimizer = "sgd"
     clip_norm: float | None = None
     last_batch: LastBatch = "keep"
+    shuffle: bool = True
 
     def __post_init__(self) -> None:
         for name in self.names():
@@ -58,6 +60,8 @@ class Local:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} must be a finite number of at least 0, not {value!r}")
+        if not isinstance(self.shuffle, bool):
+            raise ConfigError(f"shuffle must be true or false, not {self.shuffle!r}")
         if self.momentum >= 1:
             raise ConfigError(f"momentum must be below 1, not {self.momentum!r}")
         if self.clip_norm == 0:
@@ -106,15 +110,15 @@ class Local:
     def batches(self, samples: int, rng: Generator, limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The client's batches: positions among its own samples, batch after batch, and the batches' lengths.
 
-        For each epoch a fresh `rng.permutation`, cut into pieces; a short last one is filled by `rng.integers` under
-        `last_batch="bootstrap"`.
+        For each epoch a fresh `rng.permutation`, or without `shuffle` the samples as they are, cut into pieces; a short
+        last one is filled by `rng.integers` under `last_batch="bootstrap"`.
         """
         lengths, epochs, whole, drawn = _lengths(self, samples, limit)
         if self.batch_size is None:
             return np.tile(np.arange(samples), len(lengths)), lengths
         parts = []
         for _ in range(epochs):
-            parts.append(rng.permutation(samples)[:whole])
+            parts.append((rng.permutation(samples) if self.shuffle else np.arange(samples))[:whole])
             if drawn:
                 parts.append(rng.integers(0, samples, drawn))
         order = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype=np.int64)])

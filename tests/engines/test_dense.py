@@ -154,6 +154,7 @@ LOCALS = {
     "steps": fl.Local(steps=5, batch_size=8, lr=0.1),
     "full": fl.Local(epochs=3, batch_size=None, lr=0.1),
     "bootstrap": fl.Local(epochs=2, batch_size=8, lr=0.1, last_batch="bootstrap"),
+    "in order": fl.Local(epochs=2, batch_size=8, lr=0.1, shuffle=False),
 }
 
 

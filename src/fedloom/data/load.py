@@ -124,7 +124,7 @@ def _dealt(
         np.zeros(len(corpus.train_y), dtype=np.int64) if labels is None else labels,
         corpus.owner,
         corpus.owners,
-        _categories(corpus) if way == "quadratic" else None,
+        _categories(corpus),
     )
     deal = deal_out(partition, pool, clients, seed)
     return PartitionReport(partition, deal, labels, corpus.class_names, corpus.digest)

@@ -57,6 +57,7 @@ class RunConfig:
     optimizer: Optimizer = _setting("sgd", "Local optimiser: sgd, adam or adamw.")
     clip_norm: float | None = _setting(None, "Clip local gradients to this norm.")
     last_batch: LastBatch = _setting("keep", "A short last batch: keep, drop or bootstrap.")
+    shuffle: bool = _setting(True, "A new order of a client's samples in each epoch; else the stored one.")
     loss: str | None = _setting(None, "cross-entropy or hinge; left out, what the model wants.")
     metric: str = _setting("accuracy", "accuracy, f1 or auc.")
     eval_every: int = _setting(1, "Rounds between evaluations.")
