@@ -59,14 +59,15 @@ def fit(
     and "hinge" are known by name, and None is what the model brings (svm: hinge) or else cross-entropy. `metric` is
     "accuracy", "f1", "auc" or a function of (outputs, targets); higher is better. It is measured every `eval_every`
     rounds and in each of the `eval_last` last ones; with `eval_between` also on the mean of models that travel (RADFed)
-    between two averages, as lists `between_test_*` in the round's line.
-    With `patience`, the run ends after so many evaluations in which the validation score gained no more than `min_gain`
-    of the best one, and the result is the model of the best one. `checkpoint` is a folder to save to every
-    `checkpoint_every` rounds (None: every half minute, if that takes little time, and at the end; also on Ctrl-C and
-    SIGTERM) and to `resume` from. A client whose loss or update is not finite is left out, and named in the log and in
-    the round's line; once there were more than `max_diverged` the run ends with a RunError. `diagnose` names what is
-    measured beside it, such as "gsi,similarity" (see `fedloom.diagnosis`). `progress` shows how rounds come along, on
-    stderr; None does it where somebody looks on, in a terminal and in a notebook.
+    between two averages, as lists `between_test_*` and `between_validation_*` in the round's line.
+    With `patience`, the run ends after so many evaluations, those between two averages included, in which the
+    validation score gained no more than `min_gain` of the best one, and the result is the model of the best one.
+    `checkpoint` is a folder to save to every `checkpoint_every` rounds (None: every half minute, if that takes little
+    time, and at the end; also on Ctrl-C and SIGTERM) and to `resume` from. A client whose loss or update is not finite
+    is left out, and named in the log and in the round's line; once there were more than `max_diverged` the run ends
+    with a RunError. `diagnose` names what is measured beside it, such as "gsi,similarity" (see `fedloom.diagnosis`).
+    `progress` shows how rounds come along, on stderr; None does it where somebody looks on, in a terminal and in a
+    notebook.
 
     `engine` is "loop" (client by client), "vector" (the cohort as one matrix) or "auto", a fixed rule. `compile` says
     whether a cohort's step, or on a CPU the training of a dense net, is compiled; None does it where a run is long

@@ -19,7 +19,7 @@ from fedloom.memory import Room
 from fedloom.method import Method, Pipeline
 from fedloom.population import Absence, Availability, Population
 from fedloom.round import Outcome, RunState, Traffic, begin_run, play_round
-from fedloom.space import average_buffers, buffers_of
+from fedloom.space import Buffers, buffers_of
 from fedloom.stages import Metrics, Setup, Updates, Work
 from fedloom.task import Loss, Precision, Task, check_fit, computed_in, takes_channels_last
 
@@ -197,26 +197,21 @@ class Simulation:
 
     def evaluate(self, state: RunState) -> dict[str, float]:
         """Test and validation metrics of the deployable model, and of the cloud model where it is another."""
-        deployed = self.deployed(state)
-        found: dict[str, float] = {}
-        if self.federation.test is not None:
-            found |= self.evaluator.measure(deployed, state.buffers, self.federation.test, "test")
-            if deployed is not state.theta:
-                found |= self.evaluator.measure(state.theta, state.buffers, self.federation.test, "cloud")
-        if self.federation.validation is not None:
-            found |= self.evaluator.measure(deployed, state.buffers, self.federation.validation, "validation")
+        deployed, test = self.deployed(state), self.federation.test
+        found = self.measure(deployed, state.buffers)
+        if test is not None and deployed is not state.theta:
+            found |= self.evaluator.measure(state.theta, state.buffers, test, "cloud")
         ask_clients = getattr(self.engine, "evaluate", None)
         if ask_clients is not None:
             found |= ask_clients(state.round, deployed, state.buffers)
         return found
 
-    def evaluate_travelling(self, work: Work) -> dict[str, float]:
-        """Test metrics of the mean of the models that travel with a Work."""
-        if self.federation.test is None or work.start.dim() == 1:
-            return {}
-        mean = work.start.mean(0)
-        buffers = average_buffers(work.buffers, torch.ones(len(work), device=mean.device))
-        return self.evaluator.measure(mean, buffers, self.federation.test, "test")
+    def measure(self, flat: Tensor, buffers: Buffers) -> dict[str, float]:
+        """Test and validation metrics of a model [P]."""
+        holdouts = {"test": self.federation.test, "validation": self.federation.validation}
+        known = {prefix: holdout for prefix, holdout in holdouts.items() if holdout is not None}
+        parts = [self.evaluator.measure(flat, buffers, holdout, prefix) for prefix, holdout in known.items()]
+        return {name: value for part in parts for name, value in part.items()}
 
     def traffic_bytes(self, traffic: Traffic, state: RunState) -> Mapping[str, int]:
         """Bytes on the wire: the model and its buffers both ways, and what the stages add."""

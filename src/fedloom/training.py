@@ -26,7 +26,7 @@ from fedloom.local import Local, plain
 from fedloom.method import Method
 from fedloom.round import Outcome, RunState
 from fedloom.simulation import Playing, Simulation, drive
-from fedloom.space import Buffers
+from fedloom.space import Buffers, average_buffers
 from fedloom.stages import Updates, Work
 from fedloom.stopping import heed, terminable, undisturbed
 
@@ -318,6 +318,7 @@ class Training:
         """Play one round and add its line to the history."""
         self.trained = 0.0
         self.between: dict[str, list[float]] = {}
+        self.seen = replace(self.best)  # what is seen on the way counts when the round is over
         self.diagnosis.begin()
         self.diagnosed = 0.0
         began = time.perf_counter()
@@ -341,9 +342,8 @@ class Training:
             self.state = outcome.state
             self.history.append(row)
             self.simulation.population.settle()
-            if measured and self.best.patience is not None:
-                score = measured.get(f"validation_{self.simulation.evaluator.name}", -measured["validation_loss"])
-                self.best.see(score, self.simulation.deployed(self.state), self.state.buffers)
+            self._see(measured, self.simulation.deployed(self.state), self.state.buffers)
+            self.best = self.seen
         if outcome.traffic.diverged:
             self._warn("%s diverged (loss or update not finite); left out", _names(outcome.traffic.diverged))
         # Asking the device for it in every round would stop it; a round in which nobody trained has time for it.
@@ -390,10 +390,21 @@ class Training:
         self.diagnosed += time.perf_counter() - began
 
     def _between(self, work: Work) -> None:
-        """Measure models that travel, before each Work but the first of a round."""
-        if work.w > self.state.work and work.share == 1:
-            for name, value in self.simulation.evaluate_travelling(work).items():
-                self.between.setdefault(f"between_{name}", []).append(value)
+        """Measure the mean of models that travel, before each Work but the first of a round."""
+        if work.w == self.state.work or work.share != 1 or work.start.dim() == 1:
+            return
+        mean = work.start.mean(0)
+        buffers = average_buffers(work.buffers, torch.ones(len(work), device=mean.device))
+        measured = self.simulation.measure(mean, buffers)
+        for name, value in measured.items():
+            self.between.setdefault(f"between_{name}", []).append(value)
+        self._see(measured, mean, buffers)
+
+    def _see(self, measured: Mapping[str, float], theta: Tensor, buffers: Buffers) -> None:
+        """Is this the best model so far?"""
+        if measured and self.best.patience is not None:
+            score = measured.get(f"validation_{self.simulation.evaluator.name}", -measured["validation_loss"])
+            self.seen.see(score, theta, buffers)
 
     def model(self) -> nn.Module:
         """The deployable model, where the given one lives."""

@@ -23,6 +23,7 @@ from fedloom.experiment.folder import InUse
 from fedloom.experiment.recipe import find_recipe
 from fedloom.experiment.reproduce import reproduce
 from fedloom.experiment.run import Job, start_run, start_runs
+from fedloom.experiment.score import Score
 from tests.command_line import ENV, fedloom
 
 SMALL = RunConfig(clients=8, per_round=3, model="logistic", rounds=4)
@@ -47,6 +48,38 @@ def test_scores_that_are_all_undefined(tmp_path: Path) -> None:
     assert run.kept["round"] == 2
     measured = fedloom("evaluate", "r", cwd=tmp_path).stdout
     assert float(measured.partition("test_auc ")[2].split()[0]) == pytest.approx(run.kept["test_auc"], abs=1e-4)
+
+
+def test_the_best_look_was_on_the_way(tmp_path: Path) -> None:
+    """Under patience it is the model that is kept, and what the folder, the command and a resumed run say of it."""
+
+    def stop(event: fl.Event) -> None:
+        if event.round == 2:
+            raise KeyboardInterrupt
+
+    settings: dict[str, Any] = {"validation": 2, "method": "radfed(redistributions=4)", "rounds": 12, "patience": 6}
+    config = replace(SMALL, eval_between=True, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        start_run(config, tmp_path / "r", callbacks=[stop])
+    run = start_run(config, tmp_path / "r", resume=True)
+    whole = start_run(config, tmp_path / "whole")
+    assert [line["between_validation_accuracy"] for line in run.history] == [
+        line["between_validation_accuracy"] for line in whole.history
+    ]
+    scores = [s for line in run.history for s in [*line["between_validation_accuracy"], line["validation_accuracy"]]]
+    best = scores.index(max(scores))
+    line = run.history[best // 4]
+    assert best % 4 != 3  # on the way
+    assert len(scores) - 1 - best >= 6
+    assert run.kept["round"] == line["round"]
+    assert run.kept["test_accuracy"] == line["between_test_accuracy"][best % 4]
+    measured = fedloom("evaluate", "r", cwd=tmp_path).stdout
+    assert float(measured.partition("test_accuracy ")[2].split()[0]) == pytest.approx(
+        run.kept["test_accuracy"], abs=1e-4
+    )
+    assert Score.read("best(test_accuracy, by=validation_accuracy)").of(run.history) == pytest.approx(
+        100 * run.kept["test_accuracy"]
+    )
 
 
 def test_patience_does_not_begin_in_the_middle(tmp_path: Path) -> None:

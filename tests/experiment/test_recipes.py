@@ -446,6 +446,39 @@ def test_folds(tmp_path: Path) -> None:
     assert len({run.folder for run in runs}) == 4
 
 
+def test_looks_on_the_way_count(tmp_path: Path) -> None:
+    """Of RADFed with three redistributions each round has two looks on the way and one at the average."""
+    text = SMALL.replace("seeds: 2", "seeds: 1\nfolds: 1").replace(
+        "mean(test_accuracy, last=3)", "best(test_accuracy, by=validation_accuracy)"
+    )
+    text = text.replace("rounds: 6", "rounds: 24, eval_between: true")
+    asked: dict[str, Any] = {"rows": ["skewed"], "methods": ["RADFed"]}
+    found = reproduce(read_recipe(written(text, tmp_path)), tmp_path / "out", console=QUIET, **asked)
+    (run,) = (run for cell in found.cells for run in cell.runs)
+    looks: list[tuple[float, float]] = []
+    for line in run.history:
+        between = [line["between_validation_accuracy"], line["between_test_accuracy"]]
+        assert [len(values) for values in between] == [2, 2]
+        looks += [*zip(*between, strict=True), (line["validation_accuracy"], line["test_accuracy"])]
+    assert len(looks) == 24
+    best = looks.index(max(looks, key=lambda look: look[0]))
+    assert best % 3 != 2  # on the way
+    (measured,) = (f.mean for f in found.findings() if (f.label, f.score) == ("RADFed", "accuracy"))
+    assert measured == pytest.approx(100 * looks[best][1])
+
+
+def test_runs_stay_where_they_are(done: tuple[Recipe, Path, Reproduction]) -> None:
+    """Results of one release are found by the next one, though it may have further settings."""
+    _, folder, _ = done
+    places = {path.parent.relative_to(folder / "out" / "runs").as_posix() for path in folder.glob("out/runs/*/*")}
+    assert places == {
+        "digits-logistic-fedavg-b9e141104d",
+        "digits-logistic-fedavg-49c9a33b5b",
+        "digits-logistic-radfed_redistributions=3-b068f8e9-955df19482",
+        "digits-logistic-fedadam_lr=0.02-d1739803-0261785fce",
+    }
+
+
 def test_a_forced_round(tmp_path: Path) -> None:
     text = SMALL.replace("seeds: 2", "seeds: 1\nforce: {round: 5, cohort: one-class}")
     text = text.replace("rounds: 6", "rounds: 6, diagnose: labels")
@@ -600,8 +633,10 @@ def test_what_is_missing(tmp_path: Path) -> None:
 
 HISTORY = json.loads(
     """[
-    {"round": 1, "works": 3, "test_accuracy": 0.2, "validation_accuracy": 0.5, "g": [1, 2], "a": 1, "b": 2},
-    {"round": 2, "works": 6, "g": [3, null], "a": 2, "b": 1},
+    {"round": 1, "works": 3, "test_accuracy": 0.2, "validation_accuracy": 0.5, "g": [1, 2], "a": 1, "b": 2,
+     "between_s": [3, 8, null], "between_v": [2, 6, 9], "s": 1, "v": 1, "between_t": 3},
+    {"round": 2, "works": 6, "g": [3, null], "a": 2, "b": 1,
+     "between_s": [4, 7], "between_v": [null, 10], "s": 2, "v": 2, "t": 1},
     {"round": 3, "works": 9, "test_accuracy": 0.6, "validation_accuracy": 0.9, "g": null, "a": 4, "b": 0},
     {"round": 4, "works": 12, "test_accuracy": 0.5, "validation_accuracy": 0.8, "a": 3, "b": null}
 ]"""
@@ -626,6 +661,11 @@ HISTORY = json.loads(
         ("drop(test_accuracy, round=4)", 10),
         ("drop(test_accuracy, round=2)", math.nan),
         ("best(test_accuracy, by=validation_accuracy)", 60),
+        ("best(a, by=b)", 1),
+        ("best(s, by=v)", 7),
+        ("best(v, by=s)", 6),
+        ("best(s, by=b)", 1),
+        ("best(v, by=t)", 2),
         ("pearson(a, b)", np.corrcoef([1, 2, 4], [2, 1, 0])[0, 1]),
         ("max(g)", 3),
         ("last(nothing)", math.nan),

@@ -15,8 +15,9 @@ flower = typer.Typer(
 app.add_typer(flower, name="flower")
 LEFT_OUT = (  # settings of a run that an app has no use for, or that its author writes into task.py
     *("data_dir", "pooled", "validation", "samples", "fold", "augment", "standardise", "steps", "loss", "patience"),
-    *("nesterov", "clip_norm", "last_batch", "shuffle", "diagnose", "engine", "ray_address", "actors", "compile"),
-    *("max_memory", "device", "precision", "availability", "dropout_rate", "max_diverged", "checkpoint_every"),
+    *("eval_last", "eval_between", "nesterov", "clip_norm", "last_batch", "shuffle", "diagnose", "engine"),
+    *("ray_address", "actors", "compile", "max_memory", "device", "precision", "availability", "dropout_rate"),
+    *("max_diverged", "checkpoint_every"),
 )
 
 

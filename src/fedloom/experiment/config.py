@@ -62,6 +62,7 @@ class RunConfig:
     metric: str = _setting("accuracy", "accuracy, f1 or auc.")
     eval_every: int = _setting(1, "Rounds between evaluations.")
     eval_last: int = _setting(1, "So many of the last rounds are evaluated, each of them.")
+    eval_between: bool = _setting(False, "Evaluate the mean of models that travel, too, after each of a round's Works.")
     patience: int | None = _setting(None, "Stop after so many evaluations without a better validation score.")
     diagnose: str | None = _setting(
         None, "Measure: gsi, similarity, labels, divergence, twin, fairness, probe (several with commas)."

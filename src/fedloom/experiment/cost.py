@@ -54,13 +54,14 @@ def seconds_for(config: RunConfig) -> float:
     per_round = cohort_size(config.per_round, max(1, training))
     mean = total / everybody
     seen = local.epochs * mean if local.steps is None else local.steps * (local.batch_size or mean)
-    works = config.rounds * Method(config.method).pipeline().schedule.stage.works(per_round)
+    schedule = Method(config.method).pipeline().schedule.stage
+    works = config.rounds * schedule.works(per_round)
     diagnostics = named(config.diagnose)
     trained = works * per_round * (2 if "twin" in diagnostics else 1)
     trained += config.rounds * training if "probe" in diagnostics else 0
     held_out = total * 2 / FOLDS if config.fold is not None else (not config.pooled) * speed.test
     looks = min(config.rounds, math.ceil(config.rounds / config.eval_every) + config.eval_last - 1)
-    tested = looks * held_out
+    tested = looks * held_out * (schedule.works(per_round) if config.eval_between and schedule.travels else 1)
     tested += min(SNAPSHOTS, config.rounds) * total if "fairness" in diagnostics else 0
     return trained * seen * speed.sample + tested * speed.tested
 

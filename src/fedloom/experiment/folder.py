@@ -20,6 +20,7 @@ from fedloom.data.lazy import is_lazy
 from fedloom.data.load import load
 from fedloom.errors import RunError
 from fedloom.experiment.config import RunConfig, read_config
+from fedloom.experiment.score import looks
 from fedloom.federation import Federation
 from fedloom.models import model as make_model
 from fedloom.training import in_short
@@ -62,11 +63,13 @@ class Run:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The line of the round whose model was kept: the last, or under patience that of the best validation score."""
+        """The line of the round whose model was kept: the last, or under patience that of the best validation score,
+        which may be a look on the way to it.
+        """
         if self.config.patience is None or not self.history:
             return self.history[-1] if self.history else {}
-        looks = [(line, self._score(line)) for line in self.history if "validation_loss" in line]
-        return max(looks, key=lambda look: look[1])[0] if looks else self.history[-1]  # the first of several
+        seen = [look for line in self.history if "validation_loss" in line for look in looks(line, "validation_loss")]
+        return max(seen, key=self._score, default=self.history[-1])  # the first of several
 
     def _score(self, line: Mapping[str, Any]) -> float:
         """What patience judges by; an undefined score is worse than any other."""

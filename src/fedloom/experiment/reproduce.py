@@ -343,7 +343,8 @@ def _job(recipe: Recipe, cell: Cell, out: Path, seed: int, fold: int | None) -> 
             method = method + Method(f"fixed(cohorts=[{cohort}], works=[{at}])")
     rounds = rounds_for(method, config, clients)
     config = replace(config, method=method.text, rounds=rounds)
-    settings = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
+    usual = asdict(RunConfig())  # left out, so that a new setting leaves runs where they are
+    settings = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE and value != usual[name]}
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
     place = f"{slug(config.data)[:40]}-{slug(config.model)[:30]}-{slug(method.text)[:40]}-{digest}"
     end = f"seed-{seed}" if fold is None else f"seed-{seed}-fold-{fold}"

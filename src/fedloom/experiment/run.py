@@ -270,6 +270,7 @@ def make_training(config: RunConfig, federation: Federation, **more: Any) -> Tra
         metric=config.metric,
         eval_every=config.eval_every,
         eval_last=config.eval_last,
+        eval_between=config.eval_between,
         patience=config.patience,
         diagnose=config.diagnose,
         engine=config.engine,

@@ -9,7 +9,7 @@
 | argmax(key), argmin(key) | the round of the highest, the lowest |
 | first(key, above=0.8) | works until the key was first at least that |
 | drop(key, round=40) | the value after the round before it, less the value after it |
-| best(key, by=other) | the key in the round in which another one is highest: early stopping |
+| best(key, by=other) | the key where another one is highest: early stopping; looks on the way (`between_`) count, too |
 | pearson(key, other) | the correlation of two keys over rounds |
 
 Shares (accuracy, F1 and AUC) are given in percent. A key whose value is a list counts with its mean.
@@ -53,6 +53,16 @@ class Series:
         best = pick((value for value, _ in known), default=math.nan)
         at = next((i for value, i in known if value == best), None)
         return {} if at is None else self.lines[at]
+
+
+def looks(line: dict[str, Any], by: str) -> list[dict[str, Any]]:
+    """A round's line, behind those of the looks on the way to it in which `by` was measured (`between_...`)."""
+    scored = line.get(f"between_{by}")
+    if not isinstance(scored, list):
+        return [line]
+    lists = {name: values for name, values in line.items() if name.startswith("between_") and isinstance(values, list)}
+    between = {name.removeprefix("between_"): v for name, v in lists.items() if len(v) == len(scored)}
+    return [*({**line, **{name: v[i] for name, v in between.items()}} for i in range(len(scored))), line]
 
 
 def is_share(key: str) -> bool:
@@ -112,7 +122,8 @@ def _drop(history: History, key: str, round: int) -> float:
 
 
 def _best(history: History, key: str, by: str) -> float:
-    return Series.of(history, key).scale * _number(Series.of(history, by).extreme(max).get(key))
+    found = [look for line in history for look in looks(line, by)]
+    return Series.of(history, key).scale * _number(Series.of(found, by).extreme(max).get(key))
 
 
 def _pearson(history: History, key: str, other: str) -> float:
