@@ -153,7 +153,7 @@ class Twin(Diagnostic):
         pooled = simulation.federation.holding(clients).only(clients)
         total = len(pooled.index)
         pooled = replace(pooled, offsets=torch.tensor([0, total]))
-        local = setup.local
+        local = replace(setup.local, shuffle=True)  # else it would see one client after the other
         if local.steps is not None:
             local = replace(local, steps=local.steps * len(clients))
         limit = None if work.max_steps is None else work.max_steps * len(clients)

@@ -483,7 +483,7 @@ class Training:
         except (KeyError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             raise RunError(f"the checkpoint of round {round} in {folder} is not one of this run: {error}") from None
         measured = any("validation_loss" in line for line in self.history)
-        if self.best.patience is not None and self.best.score is None and measured:
+        if self.best.patience is not None and self.best.theta is None and measured:
             raise RunError(f"{folder}: patience can't begin in round {round + 1}, no best model was kept until then")
 
     def take_up(self, saved: Saved) -> None:

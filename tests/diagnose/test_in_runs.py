@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.diagnostics import Twin
 from fedloom.errors import FedloomError
 from fedloom.training import Training
 
@@ -141,6 +142,22 @@ def test_twin_trains_on_the_pooled_data_of_the_round(federation: fl.Federation) 
         twin = pooled_step(federation, twin, clients)
         expected = np.linalg.norm(theta - twin) / np.linalg.norm(twin)
         assert line["twin.distance"] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_twin_is_shuffled_where_clients_are_not(federation: fl.Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stored order it would see one client after the other."""
+    twins: list[Any] = []
+    heard = Twin.heard
+
+    def kept(self: Twin, *rest: Any) -> dict[str, float]:
+        found = heard(self, *rest)
+        twins.append(self.theta)
+        return found
+
+    monkeypatch.setattr(Twin, "heard", kept)
+    for shuffle in (True, False):
+        run(federation, "fedavg", "twin", rounds=1, local=fl.Local(batch_size=8, lr=0.1, shuffle=shuffle))
+    assert torch.equal(*twins)
 
 
 def test_twin_travels_with_the_models_of_radfed(federation: fl.Federation) -> None:

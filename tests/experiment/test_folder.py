@@ -19,6 +19,7 @@ import fedloom as fl
 from fedloom.errors import RunError
 from fedloom.experiment import run as running
 from fedloom.experiment.config import RunConfig
+from fedloom.experiment.findings import Cell
 from fedloom.experiment.folder import InUse
 from fedloom.experiment.recipe import find_recipe
 from fedloom.experiment.reproduce import reproduce
@@ -95,6 +96,36 @@ def test_patience_does_not_begin_in_the_middle(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="patience can't begin in round 4"):
         start_run(replace(config, patience=2), tmp_path / "r", resume=True)
     assert len(start_run(config, tmp_path / "r", resume=True).history) == 9
+
+
+def test_patience_does_not_begin_anew_without_the_best_model(tmp_path: Path) -> None:
+    """Rounds without it keep no model: which was the best before them is not known any more."""
+    config = replace(SMALL, validation=2)
+    start_run(replace(config, rounds=3, patience=3), tmp_path / "r")
+    start_run(replace(config, rounds=5), tmp_path / "r", resume=True)
+    with pytest.raises(RunError, match="patience can't begin in round 6"):
+        start_run(replace(config, rounds=7, patience=9), tmp_path / "r", resume=True)
+    assert len(start_run(replace(config, rounds=7), tmp_path / "r", resume=True).history) == 7
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+def test_a_folder_that_is_none_keeps_no_other_run_from_its_own(tmp_path: Path, processes: int | None) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    recipe, options = find_recipe(str(tmp_path / "r.yaml")), {"engine": "vector"}
+
+    def cells(processes: int | None = None) -> dict[str, Cell]:
+        quiet = Console(quiet=True)
+        done = reproduce(recipe, tmp_path / "o", console=quiet, processes=processes, settings=options)
+        return {cell.case.label: cell for cell in done.cells}
+
+    folders = [run.folder for cell in cells().values() for run in cell.runs]
+    for folder in folders:
+        shutil.rmtree(folder)
+    folders[1].write_text("no folder")
+    found = cells(processes)
+    assert [run.folder for run in found["A"].runs] == folders[:1]
+    assert [run.folder for run in found["B"].runs] == folders[2:]
+    assert f"{folders[1]} is a file" in found["A"].why_not
 
 
 def test_a_finished_run_that_lost_lines_is_no_result(tmp_path: Path) -> None:

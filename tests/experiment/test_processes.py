@@ -111,6 +111,15 @@ def test_whoever_has_nothing_to_do_leaves_by_itself(tmp_path: Path) -> None:
     assert {child.exitcode for child in children} == {0}
 
 
+def test_who_can_t_begin_is_heard(tmp_path: Path) -> None:
+    first, second, *_ = jobs_in(tmp_path)
+    second.folder.write_text("no folder")
+    heard: list[Job] = []
+    problems = side_by_side([[first, second]], 1, resume=True, refused=heard.append)
+    assert [job.folder for job in heard] == list(problems) == [second.folder]
+    assert is_finished(first.folder)
+
+
 def test_numbers_without_meaning() -> None:
     for processes in (0, -1, 100_000):
         with pytest.raises(ConfigError, match="processes must be between 1 and 256"):

@@ -658,6 +658,8 @@ HISTORY = json.loads(
         ("argmin(a)", 1),
         ("first(test_accuracy, above=0.5)", 9),
         ("first(test_accuracy, above=0.7)", math.nan),
+        ("first(v, above=6)", 1),
+        ("first(v, above=10)", 5),
         ("drop(test_accuracy, round=4)", 10),
         ("drop(test_accuracy, round=2)", math.nan),
         ("best(test_accuracy, by=validation_accuracy)", 60),

@@ -133,6 +133,15 @@ def test_every_run_and_every_method_read_back_from_csv() -> None:
     assert float(summary[2]["bytes_to_target"]) == pytest.approx(1500 * np.mean(reached))
 
 
+def test_a_target_that_is_reached_on_the_way() -> None:
+    """After two of a round's four Works; bytes are the round's."""
+    line = {"works": 4, "uplink_bytes": 40, "downlink_bytes": 20, "test_accuracy": 0.1}
+    run = Run(Path("r"), RunConfig(), [{**line, "between_test_accuracy": [0.2, 0.7, 0.3]}])
+    row = Row("radfed(redistributions=4)", [run], "accuracy", 0.6)
+    assert row.works_to_target == 2
+    assert row.bytes_to_target == 60
+
+
 def test_markdown_has_one_cell_for_each_heading() -> None:
     lines = markdown(comparison_of(["fedavg", NASTY], 3)).splitlines()
     for line in lines:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 import fedloom as fl
@@ -432,6 +433,12 @@ def test_another_study_is_refused_in_the_same_folder(tmp_path: Path) -> None:
     before = points(folder)
     tune(dataclasses.replace(SMALL, checkpoint_every=3), method, folder, resume=True, trials=2)
     assert points(folder) == before
+    plan = yaml.safe_load((folder / "tune.yaml").read_text())
+    del plan["shuffle"]  # as written by a release that did not know it
+    (folder / "tune.yaml").write_text(yaml.safe_dump(plan))
+    tune(SMALL, method, folder, resume=True, trials=2)
+    with pytest.raises(fl.RunError, match="shuffle was True, now False"):
+        tune(dataclasses.replace(SMALL, shuffle=False), method, folder, resume=True, trials=2)
     with pytest.raises(fl.RunError, match="holds a study"):
         start_run(SMALL, folder, resume=True)
     with pytest.raises(fl.RunError, match=r"holds a study; train its best.yaml"):

@@ -41,6 +41,13 @@ def contents(app: Path) -> dict[str, bytes]:
     return {str(file.relative_to(app)): file.read_bytes() for file in app.rglob("*") if file.is_file()}
 
 
+def test_as_many_clients_as_a_run_would_take(tmp_path: Path) -> None:
+    init(tmp_path / "few", *DIGITS, "--per-round", "none")
+    assert config_of(tmp_path / "few")["clients-per-round"] == 3
+    init(tmp_path / "many", "--data", "digits", "--clients", "20", "--model", "logistic", "--per-round", "none")
+    assert config_of(tmp_path / "many")["clients-per-round"] == 10
+
+
 def write_sites(folder: Path) -> pd.DataFrame:
     """Three hospitals, the last of which has never seen the third outcome."""
     folder.mkdir()

@@ -13,6 +13,7 @@ import torch
 import fedloom as fl
 from fedloom.flower import LocalGrid, client_app, serve
 from fedloom.flower.server import settled
+from fedloom.flower.wire import read_local, write_local
 from tests.examples import EXAMPLES, METHODS, STACK
 from tests.flower.in_process import LOCAL, apart, clients, mlp, served, simulated
 
@@ -234,3 +235,11 @@ def test_what_a_server_can_not_do_is_told_before_anybody_is_asked(tmp_path: Path
         served("fedavg", tmp_path, grid=nobody, resume=True)
     with pytest.raises(fl.ConfigError, match="label-flip changes the clients' data"):
         served("attack(kind=label-flip)", tmp_path, grid=nobody)
+
+
+def test_a_setting_that_is_not_used_is_not_sent() -> None:
+    """A site whose release does not know it reads the rest."""
+    assert write_local(fl.Local()) == "{}"
+    assert write_local(fl.Local(epochs=1, lr=0.5)) == '{"lr": 0.5}'
+    for local in (fl.Local(epochs=3, batch_size=None, shuffle=False), fl.Local(steps=2, optimizer="adam", clip_norm=1)):
+        assert read_local(write_local(local)) == local

@@ -22,6 +22,7 @@ from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import COMPARISON, CONFIG, STUDY, Run, claim, write_text
 from fedloom.experiment.processes import check_processes, side_by_side
 from fedloom.experiment.run import Job, alone, is_over, load_data, prepare_run, start_runs, workers_for
+from fedloom.experiment.score import looks
 from fedloom.experiment.statistics import Paired, compare_all
 from fedloom.experiment.track import tracked
 from fedloom.method import Method
@@ -250,9 +251,9 @@ def _tail(run: Run, metric: str) -> float:
 
 
 def _reached(run: Run, metric: str, target: float | None) -> dict[str, Any] | None:
-    """The first line at or above the target."""
-    for line in run.history:
-        value = line.get(f"test_{metric}")
+    """The first line at or above the target, looks on the way included; bytes are those of the whole round."""
+    for look in (look for line in run.history for look in looks(line, f"test_{metric}")):
+        value = look.get(f"test_{metric}")
         if target is not None and value is not None and value >= target:
-            return line
+            return look
     return None

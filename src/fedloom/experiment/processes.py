@@ -49,9 +49,15 @@ class _Worker(NamedTuple):
     link: Connection
 
 
-def side_by_side(groups: Sequence[Sequence[Job]], processes: int, *, resume: bool) -> dict[Path, FedloomError]:
+def side_by_side(
+    groups: Sequence[Sequence[Job]],
+    processes: int,
+    *,
+    resume: bool,
+    refused: Callable[[Job], None] | None = None,
+) -> dict[Path, FedloomError]:
     """Play every group of jobs, so many at a time, in their order; what went wrong, by the folders of those concerned.
-    Callbacks hear of metrics only: the models are elsewhere.
+    Callbacks hear of metrics only: the models are elsewhere; `refused` hears of jobs that can't begin.
     """
     waiting = list(range(len(groups)))
     problems: dict[Path, FedloomError] = {}
@@ -66,7 +72,7 @@ def side_by_side(groups: Sequence[Sequence[Job]], processes: int, *, resume: boo
                     at_work[waiting[0]] = worker
                     _send(worker, [job._replace(callbacks=()) for job in groups[waiting.pop(0)]])
                 for place in _speaking(at_work):
-                    error = _heard(groups[place], at_work[place], problems)
+                    error = _heard(groups[place], at_work[place], problems, refused)
                     if error is None:
                         continue
                     worker = at_work.pop(place)
@@ -90,7 +96,9 @@ def _speaking(at_work: dict[int, _Worker]) -> list[int]:
     return [place for place, worker in at_work.items() if worker.link in ready]
 
 
-def _heard(group: Sequence[Job], worker: _Worker, problems: dict[Path, FedloomError]) -> FedloomError | None:
+def _heard(
+    group: Sequence[Job], worker: _Worker, problems: dict[Path, FedloomError], refused: Callable[[Job], None] | None
+) -> FedloomError | None:
     """What a worker has to say; an error, or that it is done, where that is the end of its runs. A run that was refused
     goes to the problems.
     """
@@ -106,6 +114,8 @@ def _heard(group: Sequence[Job], worker: _Worker, problems: dict[Path, FedloomEr
         place, why = said
         problems[group[place].folder] = why
         LOG.warning("%s%s", _label(group[place : place + 1]), why)
+        if refused is not None:
+            refused(group[place])
     elif kind == "said":
         level, text = said
         alone = len(group) == 1 and level >= logging.WARNING  # in a group each run names itself

@@ -287,7 +287,7 @@ def _run_apart(jobs: list[Job], console: Console, lockstep: bool, processes: int
             kinds.setdefault(_kind(job.config), []).append(_watched(job, watch))
         size = min(TOGETHER, max(1, len(jobs) // processes)) if lockstep else 1
         groups = [own[i : i + size] for own in kinds.values() for i in range(0, len(own), size)]
-        found = side_by_side(groups, processes, resume=True)
+        found = side_by_side(groups, processes, resume=True, refused=lambda job: watch.skip(_works(job.config)))
     for error in found.values():
         if isinstance(error, InUse):
             raise error

@@ -146,9 +146,14 @@ def start_runs(
         training.label = f"{config.method}, seed {config.seed}: " if len(jobs) > 1 else ""
         ready[i] = (config, training, federation, before)
     with ExitStack() as folders:
-        begun = {
-            i: folders.enter_context(recorded(jobs[i].folder, *found, overwrite, resume)) for i, found in ready.items()
-        }
+        begun: dict[int, tuple[Training, Callback, RunConfig]] = {}
+        for i, prepared in ready.items():
+            try:
+                begun[i] = folders.enter_context(recorded(jobs[i].folder, *prepared, overwrite, resume))
+            except FedloomError as error:
+                if refused is None or isinstance(error, InUse):
+                    raise
+                refused(i, error)
         trainings = [training for training, _, _ in begun.values()]
         callbacks = [[record, *jobs[i].callbacks] for i, (_, record, _) in begun.items()]
         places = list(begun)

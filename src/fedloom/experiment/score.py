@@ -7,9 +7,9 @@
 | mean(key, works=40) | the mean over the rounds that end within the last so many works |
 | max(key), min(key) | the highest, the lowest |
 | argmax(key), argmin(key) | the round of the highest, the lowest |
-| first(key, above=0.8) | works until the key was first at least that |
+| first(key, above=0.8) | works until the key was first at least that; looks on the way (`between_`) count, too |
 | drop(key, round=40) | the value after the round before it, less the value after it |
-| best(key, by=other) | the key where another one is highest: early stopping; looks on the way (`between_`) count, too |
+| best(key, by=other) | the key where another one is highest: early stopping; looks on the way count, too |
 | pearson(key, other) | the correlation of two keys over rounds |
 
 Shares (accuracy, F1 and AUC) are given in percent. A key whose value is a list counts with its mean.
@@ -56,12 +56,16 @@ class Series:
 
 
 def looks(line: dict[str, Any], by: str) -> list[dict[str, Any]]:
-    """A round's line, behind those of the looks on the way to it in which `by` was measured (`between_...`)."""
+    """A round's line, behind those of the looks on the way to it in which `by` was measured (`between_...`), one after
+    each of its Works but the last.
+    """
     scored = line.get(f"between_{by}")
     if not isinstance(scored, list):
         return [line]
     lists = {name: values for name, values in line.items() if name.startswith("between_") and isinstance(values, list)}
     between = {name.removeprefix("between_"): v for name, v in lists.items() if len(v) == len(scored)}
+    if "works" in line:
+        between["works"] = [line["works"] - left for left in range(len(scored), 0, -1)]
     return [*({**line, **{name: v[i] for name, v in between.items()}} for i in range(len(scored))), line]
 
 
@@ -110,8 +114,8 @@ def _argmin(history: History, key: str) -> float:
 
 
 def _first(history: History, key: str, above: float) -> float:
-    reached = (line for line in history if key in line and _number(line[key]) >= above)
-    return _number(next(reached, {}).get("works"))
+    seen = (look for line in history for look in looks(line, key) if key in look)
+    return _number(next((look for look in seen if _number(look[key]) >= above), {}).get("works"))
 
 
 def _drop(history: History, key: str, round: int) -> float:

@@ -24,6 +24,7 @@ from fedloom.experiment.config import RunConfig
 from fedloom.experiment.run import load_data, make_training
 from fedloom.flower import readme
 from fedloom.flower.sites import Sites, find_sites
+from fedloom.simulation import cohort_size
 
 LONGEST_NAME = 32  # Flower's limit
 LINE = 32  # where comments begin
@@ -87,7 +88,8 @@ def _checked(written: Mapping[str, Any], app: Path) -> tuple[RunConfig, Sites | 
     if config.batch_size is None:
         raise ConfigError("batch_size: Flower's settings can't say none; write a number of samples")
     federation = load_data(**config.dealing)
-    config = replace(config, clients=len(federation))
+    clients = len(federation)
+    config = replace(config, clients=clients, per_round=config.per_round or cohort_size(None, clients))
     make_training(replace(config, engine="loop", device="cpu"), federation)
     return config, sites
 

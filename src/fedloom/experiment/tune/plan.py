@@ -127,7 +127,7 @@ class Plan:
 
     def continues(self, folder: Path) -> None:
         """Refuse a study that differs from the one in the folder; only the number of trials may grow."""
-        then, now = read_plan(folder), self.data
+        then, now = asdict(RunConfig()) | read_plan(folder), self.data  # a newer setting had its default
         free = {*FREE, "trials"}
         changed = [f"{n} was {then.get(n)}, now {now[n]}" for n in now if n not in free and then.get(n) != now[n]]
         before = int(then["trials"])
