@@ -16,7 +16,7 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.progress import Watch
-from fedloom.training import Event
+from fedloom.result import Event
 
 DATA = fl.Federation.from_arrays([(torch.randn(4, 3), [0, 1, 0, 1])], test=(torch.randn(4, 3), [0, 1, 0, 1]))
 SCRIPT = """

@@ -16,9 +16,9 @@ from sklearn import metrics as sklearn_metrics
 from torch import Tensor, nn
 
 import fedloom as fl
+from fedloom.result import Callback
 from fedloom.space import Space
 from fedloom.stages import Client, Correction, Info, Setup, State, Updates, Weighting, Wire, Work, scalar, zeros
-from fedloom.training import Callback
 from tests import reference
 from tests.reference import Array
 

@@ -17,7 +17,7 @@ from fedloom.fit import fit
 from fedloom.local import Local
 from fedloom.method import Method, list_methods, register
 from fedloom.models.catalogue import model
-from fedloom.training import STOP, Event, Result
+from fedloom.result import STOP, Event, Result
 
 __version__ = "0.1.0"
 

@@ -14,8 +14,9 @@ from fedloom.local import Local
 from fedloom.method import Method
 from fedloom.population import Availability
 from fedloom.progress import Watch
+from fedloom.result import Callback, Result
 from fedloom.task import Loss, Precision
-from fedloom.training import Callback, Result, Training
+from fedloom.training import Training
 
 
 @session()

@@ -15,11 +15,12 @@ from torch import Tensor
 from fedloom.engines.joined import Parts
 from fedloom.engines.vector import Vector
 from fedloom.errors import RunError, out_of_memory
+from fedloom.result import Callback, Result
 from fedloom.simulation import guarded
 from fedloom.space import buffers_of
 from fedloom.stages import Updates, Work
 from fedloom.stopping import terminable, undisturbed
-from fedloom.training import Callback, Result, Training
+from fedloom.training import Training
 
 LOG = logging.getLogger("fedloom")
 

@@ -8,7 +8,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedloom.training import Callback, Event
+from fedloom.result import Callback, Event
 
 SECONDS = 5.0  # from a line to the next, at first
 SHARE = 1 / 30  # of the time so far, later: a day is told in some hundred lines

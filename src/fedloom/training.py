@@ -5,17 +5,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedloom.best import Best
 from fedloom.checkpoint import Checkpoints, Saved, newest
 from fedloom.diagnosis import Diagnosis, named
 from fedloom.engines.choose import Wishes, bytes_of
@@ -24,14 +24,12 @@ from fedloom.federation import Federation
 from fedloom.identity import identity_of
 from fedloom.local import Local, plain
 from fedloom.method import Method
+from fedloom.result import STOP, Callback, Event, Result
 from fedloom.round import Outcome, RunState
 from fedloom.simulation import Playing, Simulation, drive
 from fedloom.space import Buffers, average_buffers
 from fedloom.stages import Updates, Work
 from fedloom.stopping import heed, terminable, undisturbed
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 LOG = logging.getLogger("fedloom")
 BETWEEN_CHECKPOINTS = 30.0  # seconds, or more:
@@ -43,87 +41,9 @@ class Diverged(RunError):
     """More clients have diverged than a run was to bear."""
 
 
-class Signal(Enum):
-    """What a callback may return."""
-
-    STOP = "stop"
-
-
-STOP = Signal.STOP
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a callback is told after each round."""
-
-    round: int  # rounds done
-    rounds: int  # rounds planned; `round`, where patience ends here
-    params: Tensor  # [P] the cloud model that the next round starts from
-    metrics: Mapping[str, Any]  # the round's line of the history
-    updates: Updates | None  # what was averaged; None: nothing was
-
-
-Callback = Callable[[Event], Signal | None]
-
-
-@dataclass(frozen=True, repr=False)
-class Result:
-    """What a run leaves behind."""
-
-    params: Tensor  # [P] the final cloud model
-    model: nn.Module  # the deployable model; with `patience`, the one with the best validation score
-    history: list[dict[str, Any]]  # one dict a round; counts (works, local_steps, bytes, seconds) add up over rounds
-    stopped: str = "rounds"  # why it ended: "rounds", "callback" or "patience"
-
-    def __repr__(self) -> str:
-        ended = "" if self.stopped == "rounds" else f", ended by {self.stopped}"
-        return f"Result({in_short(self.history)}{ended}, parameters {len(self.params)})"
-
-    def frame(self) -> "pd.DataFrame":
-        """The history as a table, one line a round."""
-        import pandas as pd
-
-        return pd.DataFrame(self.history)
-
-
-def in_short(history: Sequence[Mapping[str, Any]]) -> str:
-    """How many rounds there were, and the scores of the last that was evaluated."""
-    tested = [line for line in history if "test_loss" in line or "validation_loss" in line]
-    scores = {name: value for name, value in tested[-1].items() if isinstance(value, float)} if tested else {}
-    told = [f"{name} {value:.4g}" for name, value in scores.items() if name.startswith(("test_", "validation_"))]
-    return ", ".join([f"rounds {len(history)}", *told])
-
-
 def _check_count(name: str, value: Any, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
-
-
-@dataclass
-class Best:
-    """The best validation score so far, and how long there was no gain."""
-
-    patience: int | None
-    min_gain: float
-    score: float | None = None
-    waited: int = 0
-    theta: Tensor | None = None
-    buffers: Buffers = field(default_factory=dict)
-
-    def see(self, score: float, theta: Tensor, buffers: Buffers) -> None:
-        """An undefined score is worse than any other."""
-        score = -math.inf if math.isnan(score) else score
-        needed = self.score
-        if needed is not None and math.isfinite(needed):
-            needed += self.min_gain * abs(needed)
-        if needed is None or score > needed:
-            self.score, self.waited, self.theta, self.buffers = score, 0, theta, buffers
-        else:
-            self.waited += 1
-
-    @property
-    def tired(self) -> bool:
-        return self.patience is not None and self.waited >= self.patience
 
 
 def _placed(saved: RunState, fresh: RunState, device: torch.device) -> RunState:

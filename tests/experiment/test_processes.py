@@ -14,7 +14,7 @@ from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import is_finished
 from fedloom.experiment.processes import check_processes, side_by_side
 from fedloom.experiment.run import Job, start_run
-from fedloom.training import Event
+from fedloom.result import Event
 
 CONFIG = RunConfig(data="digits", clients=10, per_round=4, model="logistic", rounds=20, checkpoint_every=1)
 METHODS = ["fedavg", "adabest", "fedavg(lr=1e39)", "radfed(redistributions=4)"]

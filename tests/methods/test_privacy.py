@@ -21,10 +21,11 @@ from fedloom.keys import noise_key
 from fedloom.methods.clip import Clip
 from fedloom.methods.noise import Noise
 from fedloom.privacy import epsilon
+from fedloom.result import Signal
 from fedloom.rows import Rows
 from fedloom.space import Space
 from fedloom.stages import State, Updates
-from fedloom.training import Signal, Training
+from fedloom.training import Training
 from tests import reference
 from tests.reference import Array, Client
 

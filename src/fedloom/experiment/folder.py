@@ -23,7 +23,7 @@ from fedloom.experiment.config import RunConfig, read_config
 from fedloom.experiment.score import looks
 from fedloom.federation import Federation
 from fedloom.models import model as make_model
-from fedloom.training import in_short
+from fedloom.result import in_short
 from fedloom.untrusted import is_plain, open_plain
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from fedloom.engines.choose import Wishes, bytes_of, device_memory
 from fedloom.errors import ConfigError, FedloomError, RunError
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.run import Job, start_runs
+from fedloom.result import Callback, Event
 from fedloom.simulation import find_device
 from fedloom.stopping import heed, terminable, undisturbed
-from fedloom.training import Callback, Event
 
 LOG = logging.getLogger("fedloom")
 MOST = 256  # processes

@@ -43,7 +43,8 @@ from fedloom.federation import Federation
 from fedloom.lockstep import run_together
 from fedloom.memory import Room
 from fedloom.models import model as make_model
-from fedloom.training import Callback, Event, Result, Training
+from fedloom.result import Callback, Event, Result
+from fedloom.training import Training
 
 FREE = frozenset(
     {

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import plain
-from fedloom.training import Event
+from fedloom.result import Event
 from fedloom.untrusted import is_plain, read_bytes
 
 LOG = logging.getLogger("fedloom")

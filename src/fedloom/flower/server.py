@@ -28,9 +28,10 @@ from fedloom.flower.wire import model_digest, write_local
 from fedloom.local import Local
 from fedloom.method import Method, Pipeline
 from fedloom.methods.attack import Attack
+from fedloom.result import Callback, Event, Result
 from fedloom.stages import Setup
 from fedloom.task import Loss, Precision
-from fedloom.training import Callback, Event, Result, Training
+from fedloom.training import Training
 
 LOG = logging.getLogger("fedloom")
 NEED_DATA = ("labels", "twin", "fairness", "probe")  # diagnostics that read or train on the clients' own samples

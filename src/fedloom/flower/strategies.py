@@ -30,9 +30,9 @@ from fedloom.evaluate import Score
 from fedloom.federation import Federation
 from fedloom.flower.grid import LocalGrid, nodes_of
 from fedloom.local import Local
+from fedloom.result import STOP, Callback, Event, Result
 from fedloom.round import Traffic
 from fedloom.task import Loss, Precision
-from fedloom.training import STOP, Callback, Event, Result
 
 # isort: split
 from flwr.app import ArrayRecord, Message, MetricRecord

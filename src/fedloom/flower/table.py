@@ -10,7 +10,7 @@ from fedloom.experiment.compare import BASELINE_SHARE, Comparison, Row, gains
 from fedloom.experiment.config import RunConfig
 from fedloom.experiment.folder import Run
 from fedloom.federation import Federation
-from fedloom.training import Result
+from fedloom.result import Result
 
 
 def side_by_side(

@@ -16,9 +16,10 @@ from fedloom.engines.ray.pool import Lost, Member, Pool
 from fedloom.engines.ray.wire import pack, unpack, whole_classes
 from fedloom.errors import RunError
 from fedloom.federation import Federation, Holdout
+from fedloom.result import STOP, Callback, Event, Result
 from fedloom.round import RunState
 from fedloom.stopping import heed, terminable, undisturbed
-from fedloom.training import STOP, Callback, Event, Result, Training
+from fedloom.training import Training
 
 LOG = logging.getLogger("fedloom")
 MOMENT = 0.5  # seconds that a worker plays before it tells what became of it

@@ -13,7 +13,7 @@ from fedloom.experiment.config import RunConfig
 from fedloom.experiment.run import load_data
 from fedloom.federation import Federation
 from fedloom.method import Method
-from fedloom.training import Event
+from fedloom.result import Event
 
 Objective = Literal["train-loss", "validation", "folds"]
 OBJECTIVES: tuple[Objective, ...] = ("train-loss", "validation", "folds")

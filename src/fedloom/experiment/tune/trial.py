@@ -14,7 +14,8 @@ from fedloom.experiment.tune.objective import Objective, Score
 from fedloom.federation import Federation
 from fedloom.lockstep import run_together
 from fedloom.memory import Room
-from fedloom.training import STOP, Callback, Event, Result, Signal, Training
+from fedloom.result import STOP, Callback, Event, Result, Signal
+from fedloom.training import Training
 
 if TYPE_CHECKING:
     from optuna.trial import Trial

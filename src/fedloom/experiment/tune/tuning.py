@@ -24,7 +24,8 @@ from fedloom.experiment.tune.study import Trials, need_optuna, open_storage
 from fedloom.experiment.tune.trial import Candidate, Part, try_out
 from fedloom.federation import Federation
 from fedloom.progress import Watch
-from fedloom.training import LOG, Callback, Event
+from fedloom.result import Callback, Event
+from fedloom.training import LOG
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
