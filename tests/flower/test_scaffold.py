@@ -178,6 +178,7 @@ def _shake_hands(folder: Path, host: str) -> None:
         (("--partition", "classes(per_client=1)"), "can't hold all 10 classes"),
         (("--clients", "0"), "clients"),
         (("--per-round", "4"), "clients_per_round=4 must be between 1 and the number of clients, 3"),
+        (("--per-round", "0"), "clients_per_round=0 must be between 1 and the number of clients, 3"),
         (("--batch-size", "0"), "batch_size"),
         (("--lr", "-1"), "lr"),
         (("--rounds", "0"), "rounds"),

@@ -88,8 +88,9 @@ def _checked(written: Mapping[str, Any], app: Path) -> tuple[RunConfig, Sites | 
     if config.batch_size is None:
         raise ConfigError("batch_size: Flower's settings can't say none; write a number of samples")
     federation = load_data(**config.dealing)
-    clients = len(federation)
-    config = replace(config, clients=clients, per_round=config.per_round or cohort_size(None, clients))
+    config = replace(config, clients=len(federation))
+    if config.per_round is None:
+        config = replace(config, per_round=cohort_size(None, len(federation)))
     make_training(replace(config, engine="loop", device="cpu"), federation)
     return config, sites
 
