@@ -204,7 +204,9 @@ def run_name(text: str) -> bool:
 
 
 def write_local(local: Local) -> str:
-    """What differs from the defaults, so that a release which does not know a setting reads what does without it."""
+    """What differs from the defaults, so that a release which does not know a setting reads what does without it. A
+    default that changes needs another PROTOCOL: both sides fill in their own.
+    """
     usual = asdict(Local())
     return json.dumps({name: value for name, value in asdict(local).items() if value != usual[name]})
 
